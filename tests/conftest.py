@@ -149,9 +149,7 @@ def pictures(count=6, size=(66, 70), seed=0):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the slowest files first: a worker of pytest-xdist takes whole files, and would run a slow last one alone."""
-    # Torchrun first of all: with the state of many other tests in its parent, the parent has been killed.
-    first = {'distributed': 0, 'e2e': 1, 'export': 1, 'tools': 1}
-    items.sort(key=lambda item: first.get(item.path.parent.name, 2))
+    items.sort(key=lambda item: item.path.parent.name not in ('e2e', 'export', 'tools'))
 
 
 @pytest.fixture(autouse=True)

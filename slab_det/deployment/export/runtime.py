@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,11 +62,18 @@ def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Cal
     return lambda image: session.run(None, {'image': image})
 
 
+@lru_cache(None)
+def _openvino_core() -> Any:
+    # One for the process, which ends with it: a Core installs a signal stack, and removing Cores in another order than
+    # LIFO leaves a stack that is freed, so that the next signal with a handler kills the process (OpenVINO 2026.2).
+    return import_extra('openvino').Core()
+
+
 def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
     options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
     if threads:
         options['INFERENCE_NUM_THREADS'] = threads
-    core = import_extra('openvino').Core()
+    core = _openvino_core()
     try:
         request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
     except RuntimeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -47,3 +49,23 @@ def test_facts_that_no_file_can_hold_are_refused_before_the_trace(small_detector
     monkeypatch.setattr(torch.onnx, 'export', lambda *args, **kwargs: pytest.fail('the model was traced'))
     with pytest.raises(ExportError, match='dataset_meta cannot be stored.*object'):
         export_onnx(model, tmp_path / 'model.onnx', 'backbone')
+
+
+SIGNALS = """
+import os, signal
+from slab_det.deployment.export.int8_sums import _largest_product
+from slab_det.deployment.export.runtime import RUNTIMES
+
+signal.signal(signal.SIGUSR1, lambda *_: print('handled'))
+files = [RUNTIMES['openvino'](_largest_product(), threads=1, precision='f32') for _ in range(3)]
+while files:
+    # The oldest first, as a server does that replaces its files.
+    del files[0]
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_signals_are_handled_after_files_of_openvino_are_released():
+    pytest.importorskip('openvino')
+    done = subprocess.run([sys.executable, '-c', SIGNALS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith('handled\n'), (done.returncode, done.stderr[-1000:])
