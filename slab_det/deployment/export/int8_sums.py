@@ -20,11 +20,11 @@ def cuts_off_sums(load: Callable[[bytes], Callable[[np.ndarray], list[np.ndarray
     Args:
         load: Loads a file, and returns a function from its input to its outputs.
     """
-    found = load(_largest_product())(np.full((SIDE, SIDE), 255, np.float32))[0]
+    found = load(largest_product())(np.full((SIDE, SIDE), 255, np.float32))[0]
     return not np.allclose(found, SIDE * 255 * 127, rtol=1e-3)
 
 
-def _largest_product() -> bytes:
+def largest_product() -> bytes:
     """An ONNX file that quantizes its input to 8 bits and multiplies it with int8 weights, as quantized layers do."""
     onnx = import_module('onnx')
     make, array = onnx.helper, onnx.numpy_helper.from_array

@@ -53,11 +53,11 @@ def test_facts_that_no_file_can_hold_are_refused_before_the_trace(small_detector
 
 SIGNALS = """
 import os, signal
-from slab_det.deployment.export.int8_sums import _largest_product
+from slab_det.deployment.export.int8_sums import largest_product
 from slab_det.deployment.export.runtime import RUNTIMES
 
 signal.signal(signal.SIGUSR1, lambda *_: print('handled'))
-files = [RUNTIMES['openvino'](_largest_product(), threads=1, precision='f32') for _ in range(3)]
+files = [RUNTIMES['openvino'](largest_product(), threads=1, precision='f32') for _ in range(3)]
 while files:
     # The oldest first, as a server does that replaces its files.
     del files[0]
