@@ -110,7 +110,9 @@ def test_a_hard_teacher_is_trained_once(inputs, tmp_path, monkeypatch, call) -> 
 
     def call_here(command: list[str]) -> None:
         commands.append(Path(command[2]).parent.parent.name)
-        call('train.py', *command[2:], '--cfg-options', 'train_dataloader.batch_size=2')
+        # Outside of tests each has a process of its own: here, two runs of one second would share their logged values.
+        options = '--cfg-options', 'train_dataloader.batch_size=2', f'experiment_name={commands[-1]}'
+        call('train.py', *command[2:], *options)
 
     def main() -> list[dict]:
         options = ['--width=6', '--iterations=2', '--classifier-iterations=2', '--seeds', '0']
