@@ -89,10 +89,10 @@ def absorb(
         evaluating(model),
         tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder,
     ):
-        plan = make_plan(model, images, Path(folder), int8, ffn, norms=keep != 'all')
+        plan = make_plan(model, images, Path(folder), int8, bool(ffn), norms=keep != 'all')
         _check_absorbs(keep, plan, ffn)
         compare = _compare_to(model, plan.images.held_out)
-        make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
+        make = partial(absorb_norms, plan, channels=float(ffn), work_dir=work_dir and Path(work_dir), progress=progress)
         if keep is None:
             if compare is None:
                 raise ConversionError(
@@ -197,8 +197,8 @@ def absorb_until_agreement(
 
 def _warn(report: AbsorptionReport) -> None:
     warn = MMLogger.get_current_instance().warning
-    if report.ffns and not report.pruned:
-        warn(f'no FFN was pruned: {report.ffns[0].reason}')
+    if report.channels and not report.pruned:
+        warn(f'no hidden channel was removed: {report.channels[0].reason}')
     if report.num_images and report.agreement is None:
         warn(
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '

@@ -1,6 +1,6 @@
 """Exact fusion of offline norms into neighbouring linear layers."""
 
-from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
+from slab_det.fusion.folds import CannotFold, Channels, Fold, Write, register_folds
 from slab_det.fusion.fuse import FusionError, check_statistics
 from slab_det.fusion.fusion_report import FusionReport, NormFusion
 from slab_det.fusion.save import FusedDetector, save_fused

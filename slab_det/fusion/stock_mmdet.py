@@ -15,7 +15,7 @@ from mmengine.model import Sequential
 from torch import nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, SoftmaxMapAttention, SoftmaxWindowAttention
-from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
+from slab_det.fusion.folds import CannotFold, Channels, Fold, Write, register_folds
 
 # These methods hand the outputs of the backbone to the neck, and to nothing else.
 EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
@@ -131,16 +131,16 @@ def is_two_layers(ffn: FFN) -> bool:
     return ffn.num_fcs == 2 and ffn.add_identity and isinstance(ffn.gamma2, nn.Identity)
 
 
-def _ffn_layers(ffn: FFN) -> tuple[str, str, str]:
+def _ffn_channels(ffn: FFN) -> list[Channels]:
     if not is_two_layers(ffn):
         raise CannotFold('it does not have two layers and a residual connection, or has a LayerScale')
-    return 'layers.0.0', 'layers.0.1', 'layers.1'
+    return [Channels('', ('layers.0.0',), ('layers.1',), ('layers.0.1',))]
 
 
-def _mix_ffn_layers(ffn: MixFFN) -> tuple[str, str, str]:
-    if len(ffn.layers) != 5:
-        raise CannotFold('a depthwise convolution stands between its layers')
-    return 'layers.0', 'layers.1', 'layers.3'
+def _mix_ffn_channels(ffn: MixFFN) -> list[Channels]:
+    # The last two layers are fc2 and its dropout, the layer before them is a dropout.
+    names = [f'layers.{i}' for i in range(len(ffn.layers) - 1)]
+    return [Channels('', names[:1], names[-1:], names[1:-2])]
 
 
 register_folds(
@@ -149,7 +149,7 @@ register_folds(
 register_folds(
     SwinBlock, PVTEncoderLayer, folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='ffn')]
 )
-register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',), ffn_layers=_ffn_layers)
+register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',), hidden_channels=_ffn_channels)
 
 register_folds(SwinTransformer, output_folds=swin_output_folds)
 register_folds(SwinBlock, writes=lambda block: [Write('attn.w_msa.proj', 'norm2'), Write('ffn.layers.1')])
@@ -171,7 +171,7 @@ register_folds(
     replace=own_map_attention,
 )
 # PVTv2's depthwise convolution pads after this layer, so the padding is not affected.
-register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',), ffn_layers=_mix_ffn_layers)
+register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',), hidden_channels=_mix_ffn_channels)
 register_folds(FPN, FPN_DropBlock, input_layers=_fpn_input_layers, writes=_fpn_writes)
 # A list of necks, such as FPN and DyHead.
 register_folds(nn.Sequential, Sequential, input_layers=lambda modules, part='': (f'0[{part}]' if part else '0',))
