@@ -41,8 +41,8 @@ class ChannelAbsorption:
         channels: Number of hidden channels before; None where the place was left alone.
         kept: Number of hidden channels after.
         reason: Why the place was left alone, or ''.
-        left: Error of the refitted readers on held-out batches, as a share of the variance of their target: in the
-            residual stream, the output with which the student's stream would equal the teacher's.
+        left: Mean squared error of the refitted readers on held-out batches, as a share of a variance: that of the
+            teacher's residual stream behind them, or of the teacher's outputs in a head.
         logits: In an attention, the share of the logits' second moment that queries and keys of lower rank lose.
     """
 
@@ -64,6 +64,8 @@ class AbsorptionReport:
             over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
             are those that write the residual stream, and the neck's convolutions.
         channels: The places with hidden channels, in the order of their calls, where channels were to be removed.
+        multiply_adds: Multiply-adds of teacher and student for the first image, without the heads of detectors other
+            than Faster and Mask R-CNN and RetinaNet; None unless channels were removed for a share of them.
         agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
             detections cannot be compared.
         num_images: Number of images compared; 0 where detections cannot be compared.
@@ -73,6 +75,7 @@ class AbsorptionReport:
     norms: list[NormAbsorption] = field(default_factory=list)
     refits: dict[str, float] = field(default_factory=dict)
     channels: list[ChannelAbsorption] = field(default_factory=list)
+    multiply_adds: tuple[int, int] | None = None
     agreement: float | None = None
     num_images: int = 0
     num_detections: int = 0
@@ -127,5 +130,8 @@ class AbsorptionReport:
                 f'{sum(place.channels for place in self.pruned)} left; error, as a share of variance: '
                 f'largest at {worst.place}: {worst.left:.1%}'
             )
+        if self.multiply_adds:
+            before, after = self.multiply_adds
+            lines.append(f'multiply-adds: {after / 1e9:.1f} of {before / 1e9:.1f} billion left, {after / before:.0%}')
         lines += [f'  {place.place}: left alone, {place.reason}' for place in self.channels if place.reason]
         return '\n'.join(lines)

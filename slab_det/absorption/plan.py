@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
+from slab_det.absorption.heads import has_known_heads, run_heads
 from slab_det.absorption.images import Images, read_images, to_bytes
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.fusion.channels import HiddenChannels, find_channels
@@ -56,7 +57,8 @@ class AbsorptionPlan:
         images: See :class:`Images`.
         folder: Takes the finished blocks of students.
         int8: See :func:`slab_det.absorb`.
-        forward: For a teacher or student, returns the function that runs it on an image tensor up to the last block.
+        forward: For a teacher or student, returns the function that runs it on the image tensor of a batch and the
+            index of the batch, up to the last block.
         fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
         reasons: Why each LayerNorm has to stay, or '', by the name of the norm.
         blocks: The steps of each block in the order of the forward, by the name of the block.
@@ -69,7 +71,7 @@ class AbsorptionPlan:
     images: Images
     folder: Path
     int8: bool
-    forward: Callable[[nn.Module], Callable[[Tensor], object]]
+    forward: Callable[[nn.Module], Callable[[Tensor, int], object]]
     fusions: dict[str, NormFusion]
     reasons: dict[str, str]
     blocks: dict[str, list[Step]]
@@ -79,7 +81,7 @@ class AbsorptionPlan:
 
 
 def make_plan(
-    model: nn.Module, batches: Iterable, folder: Path, int8: bool = False, channels: bool = False, norms: bool = True
+    model: nn.Module, batches: Iterable, folder: Path, int8: bool = False, channels: str = '', norms: bool = True
 ) -> AbsorptionPlan:
     """Reads the images, and runs the model to find the order of the steps and what each block reads.
 
@@ -88,19 +90,22 @@ def make_plan(
     Args:
         model: The teacher, in eval mode.
         folder: Folder for temporary files.
-        channels: Whether hidden channels may be removed.
+        channels: Where hidden channels may be removed: '', 'ffn' or 'everywhere'.
         norms: Whether norms may be absorbed.
     """
-    images = read_images(model, batches, folder)
+    heads = channels == 'everywhere' and has_known_heads(model)
+    images = read_images(model, batches, folder, heads)
     _check_absorbable(model)
     places = find_channels(own_copy(model)) if channels else {}
     writers, layer_norms = _find_writers(model, places), dict(named_norms(model, nn.LayerNorm))
     ranks = [Step(name, *starmap(Probe, place.tokens), name) for name, place in places.items() if place.tokens]
+    head_steps = _find_head_steps(model, places) if heads else {}
     # A video detector has no extract_feat, so there is no known way to run its neck.
     has_neck = hasattr(model, 'extract_feat') and not all(step.name.startswith(_prefix(model)) for step in writers)
 
-    def forward(net: nn.Module) -> Callable[[Tensor], object]:
-        return net.extract_feat if has_neck else net.backbone if _prefix(net) else net
+    def forward(net: nn.Module) -> Callable[[Tensor, int], object]:
+        run = net.extract_feat if has_neck or heads else net.backbone if _prefix(net) else net
+        return lambda image, batch: run_heads(net, run(image), images.regions[batch]) if heads else run(image)
 
     image = images.store.get('0')
     steps = [Step(name, Probe(name, 'input'), Probe(name, 'output')) for name in layer_norms]
@@ -112,7 +117,7 @@ def make_plan(
     fusions = {fusion.norm: fusion for fusion in plan_folds(model, candidates)}
     reasons = {name: reason or fusions[name].reason for name, reason in reasons.items()}
     steps = [step for step in steps if not reasons[step.name]]
-    if not steps and not any(writer.place for writer in writers):
+    if not steps and not head_steps and not any(writer.place for writer in writers):
         why = '; '.join(dict.fromkeys(reasons.values())) or 'it has none'
         raise ConversionError(
             f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, '
@@ -120,6 +125,7 @@ def make_plan(
         )
     writers = [writer for writer in writers if not _is_shared(model, writer.name, calls)]
     blocks = _order_steps(model, calls, [*steps, *ranks], writers)
+    blocks |= head_steps
     reads = find_reads(model, forward(model), blocks, image)
     for block, parts in blocks.items():
         reads[block] |= {step.finishes for step in parts} - {block}
@@ -210,6 +216,16 @@ def _find_writers(model: nn.Module, places: Mapping[str, HiddenChannels]) -> lis
     return [*writers.values()]
 
 
+def _find_head_steps(model: nn.Module, places: Mapping[str, HiddenChannels]) -> dict[str, list[Step]]:
+    """The steps of the readers of hidden channels in the heads, by the name of the head, which is a block."""
+    blocks: dict[str, list[Step]] = {}
+    for place in places.values():
+        if not place.name.startswith(_prefix(model)) and place.readers:
+            probes = (Probe(place.readers[0], side) for side in ('input', 'output'))
+            blocks.setdefault(place.owner, []).append(Step(place.name, *probes, place.name))
+    return {block: [*steps[:-1], steps[-1]._replace(finishes=block)] for block, steps in blocks.items()}
+
+
 def _find_block(model: nn.Module, name: str) -> str:
     """The block of a norm or layer: the outermost module around it that has rules for its norms or its writers.
 
@@ -228,7 +244,9 @@ def _find_branch(model: nn.Module, name: str) -> str:
     return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
 
 
-def _trace(model: nn.Module, forward: Callable[[Tensor], object], image: Tensor, steps: Iterable[Step]) -> list[Probe]:
+def _trace(
+    model: nn.Module, forward: Callable[[Tensor, int], object], image: Tensor, steps: Iterable[Step]
+) -> list[Probe]:
     """Runs the model once and returns the places of the steps in the order in which the forward reaches them."""
     calls: list[Probe] = []
     probes = {}
@@ -239,7 +257,7 @@ def _trace(model: nn.Module, forward: Callable[[Tensor], object], image: Tensor,
         for probe in probes:
             module = model.get_submodule(probe.module)
             stack.callback(register_probe(module, probe.side, lambda value, at=probe: calls.append(at)).remove)
-        forward(image)
+        forward(image, 0)
     return calls
 
 

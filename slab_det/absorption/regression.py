@@ -8,7 +8,7 @@ from copy import copy
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Ridge penalties, in standardised coordinates. A smaller ridge fits the given images better, but with weights in the
 # hundreds that cancel. On some other images, and in bfloat16, the weights do not cancel and the outputs explode.
@@ -106,6 +106,13 @@ class CrossMoments:
         self.yy += 2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1)
         self.xy += self.xx @ weight.T
         self.mean_y += weight @ self.mean_x + bias.double()
+
+    def standardise_target(self) -> CrossMoments:
+        """Returns the sums for targets that are divided by their standard deviations."""
+        other = copy(self)
+        sigma = (self.yy / self.count).clamp(min=1e-300).sqrt()
+        other.mean_y, other.xy, other.yy = self.mean_y / sigma, self.xy / sigma, self.yy / sigma.square()
+        return other
 
     def select(self, channels: Tensor) -> CrossMoments:
         """Returns the sums for the channels of x with these indices."""
@@ -241,13 +248,13 @@ def rank_channels(
             # The elimination within a group's candidates is exact.
             count = max(1, len(left) // 64)
             near = losses.argsort()[: 2 * count]
-            rows = _columns_of(near, columns)
+            rows = columns_of(near, columns)
             out = near[_eliminate(inverse[rows][:, rows], fit[rows], count, columns)]
         stay = torch.ones_like(left, dtype=torch.bool)
         stay[out] = False
         stay = stay.nonzero()[:, 0]
         order.append(left[out])
-        left, out, stay = left[stay], _columns_of(out, columns), _columns_of(stay, columns)
+        left, out, stay = left[stay], columns_of(out, columns), columns_of(stay, columns)
         update = torch.linalg.solve(inverse[out][:, out], torch.cat([inverse[out][:, stay], fit[out]], 1))
         loss = (update[:, len(stay) :] * fit[out]).sum() / len(order[-1])
         added.append(loss.expand(len(order[-1])))
@@ -284,7 +291,31 @@ def reduce_rank(
     Returns:
         The share of the logits' second moment that is lost, in the head that loses most.
     """
-    count, worst = len(weight) // 3, 0.0
+    worst, count = 0.0, len(weight) // 3
+    for q, to_q, s, to_k in _logit_terms(queries, keys, weight, bias, heads):
+        worst = max(worst, float(s[rank:].square().sum() / s.square().sum().clamp(min=1e-300)))
+        s = torch.where(torch.arange(len(s), device=s.device) < rank, s, 0.0).sqrt()[:, None]
+        for rows, matrix in ((q, s * to_q), (count + q, s * to_k)):
+            for values in filter(torch.is_tensor, (weight, bias, padding)):
+                values[rows] = (matrix @ values[rows].double()).to(values.dtype)
+    return worst
+
+
+def lost_logits(queries: CrossMoments, keys: CrossMoments, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    """The mean squared error of ``q^T k`` at each rank 0, 1, ..., d of queries and keys, (h, d + 1).
+
+    :func:`reduce_rank` describes the arguments.
+    """
+    terms = [s.square() for _, _, s, _ in _logit_terms(queries, keys, weight, bias, heads)]
+    return nn.functional.pad(torch.stack(terms).flip(1).cumsum(1).flip(1), (0, 1))
+
+
+@torch.no_grad()
+def _logit_terms(
+    queries: CrossMoments, keys: CrossMoments, weight: Tensor, bias: Tensor | None, heads: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yields the rows of q of each head, ``U^T S_q^-1/2``, s and ``V^T S_k^-1/2``; see :func:`reduce_rank`."""
+    count = len(weight) // 3
     cov_q, cov_k = (moments.xx / moments.count for moments in (queries, keys))
     for q in torch.arange(count, device=weight.device).split(count // heads):
         w_q, w_k = weight[q].double(), weight[count + q].double()
@@ -293,13 +324,7 @@ def reduce_rank(
             _roots, (w_q @ cov_q @ w_q.T + mean.outer(mean), w_k @ cov_k @ w_k.T)
         )
         u, s, vh = torch.linalg.svd(root_q @ root_k)
-        worst = max(worst, float(s[rank:].square().sum() / s.square().sum().clamp(min=1e-300)))
-        s = torch.where(torch.arange(len(s), device=s.device) < rank, s, 0.0).sqrt()[:, None]
-        for rows, matrix in ((q, s * (u.T @ inverse_q)), (count + q, s * (vh @ inverse_k))):
-            weight[rows] = (matrix @ weight[rows].double()).to(weight.dtype)
-            for row in filter(torch.is_tensor, (bias, padding)):
-                row[rows] = (matrix @ row[rows].double()).to(row.dtype)
-    return worst
+        yield q, u.T @ inverse_q, s, vh @ inverse_k
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,7 +335,7 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
     return vectors * roots @ vectors.T, vectors * inverse @ vectors.T
 
 
-def _columns_of(channels: Tensor, columns: int) -> Tensor:
+def columns_of(channels: Tensor, columns: int) -> Tensor:
     """The columns of channels with ``columns`` columns each."""
     return (channels[:, None] * columns + torch.arange(columns, device=channels.device)).flatten()
 

@@ -19,12 +19,14 @@ from slab_det.absorption.plan import AbsorptionPlan, Step, own_copy
 from slab_det.absorption.regression import (
     CrossMoments,
     choose_fit,
+    columns_of,
     diagonal_fit,
     measured_part,
     rank_channels,
     reduce_rank,
 )
-from slab_det.absorption.walk import Walk
+from slab_det.absorption.tokens import input_tokens, output_tokens, sample_patches, sample_rows
+from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import (
     HiddenChannels,
     find_channels,
@@ -38,9 +40,6 @@ from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
-
-# Least number of positions of a map on which a convolution of the neck is fitted; the input at each is a patch.
-POSITIONS = 4096
 
 
 def absorb_norms(
@@ -68,7 +67,7 @@ def absorb_norms(
     possible = [name for name, reason in plan.reasons.items() if not reason]
     if unknown := ', '.join(sorted({*names} - {*possible})):
         raise ConversionError(f'keep: {unknown} cannot be absorbed; these can: {", ".join(possible)}')
-    model, blocks = _copy_teacher(plan), [*plan.blocks]
+    model, blocks = copy_teacher(plan), [*plan.blocks]
     absorption = Absorption(plan, model, {*names}, channels, work_dir or plan.folder)
     first = absorption.resume()
     title = f'Absorption, {len(blocks) - first} of {len(blocks)} blocks'
@@ -87,7 +86,7 @@ def absorb_norms(
     return model
 
 
-def _copy_teacher(plan: AbsorptionPlan) -> nn.Module:
+def copy_teacher(plan: AbsorptionPlan) -> nn.Module:
     """See :func:`own_copy`; slab_det's own norms are fused."""
     model = own_copy(plan.model)
     for fusion in plan.fusions.values():
@@ -189,8 +188,11 @@ class Absorption:
                 self._absorb_norm(block, step, early)
             elif step.name == step.place:
                 early = '', ''
-                if pruned := self._find_pruned(step):
+                if (pruned := self._find_pruned(step)) and pruned[0].tokens:
                     self._reduce_rank(block, step, *pruned)
+                elif pruned:
+                    early = (step.finishes,) * 2
+                    self._fit_readers(block, step.finishes, *pruned)
             elif (pruned := self._find_pruned(step)) or self._differs_from_teacher():
                 self._fit_writer(block, step, pruned, early)
             else:
@@ -242,13 +244,13 @@ class Absorption:
             return None
         else:
             kept = 8 * max(1, math.ceil((1 - self.channels) * place.count / 8 - 1e-9))
-        if place.reason or kept >= place.count:
-            # Queries and keys are a step of the same place, before this one.
-            if step.name != step.place:
-                reason = place.reason or 'it has too few hidden channels'
-                self.report.channels.append(ChannelAbsorption(place.name, reason=reason))
-            return None
-        return place, kept
+        if not place.reason and kept < place.count:
+            return place, kept
+        reason = place.reason or ('' if isinstance(self.channels, Mapping) else 'it has too few hidden channels')
+        # Queries and keys are a step of the same place, before the step of the values.
+        if reason and not (place.tokens and step.name == step.place):
+            self.report.channels.append(ChannelAbsorption(place.name, reason=reason))
+        return None
 
     def _reduce_rank(self, block: str, step: Step, place: HiddenChannels, kept: int) -> None:
         """Makes q and k of each head zero behind the channels that stay, with nearly the same logits."""
@@ -265,26 +267,52 @@ class Absorption:
         width = kept // place.heads
         self.lost_logits[place.name] = reduce_rank(queries, keys, weight, bias, place.heads, width, padding)
 
+    def _fit_readers(self, block: str, finish: str, place: HiddenChannels, kept: int) -> None:
+        """Prunes channels of a head, and fits the layers that read them so that their outputs are the teacher's."""
+        moments, readers = _empty_moments(self.plan.int8), [*map(self.model.get_submodule, place.readers)]
+        outputs = [Probe(reader, 'output') for reader in place.readers]
+        for batch in self.batches():
+            targets = self.teacher.run_calls(batch, block, outputs, finish)
+            sources, own = self.student.run_calls(batch, block, [Probe(place.readers[0], 'input'), outputs[0]], finish)
+            # A head runs once on each level of the neck.
+            for source, output, *parts in zip(sources, own, *targets, strict=True):
+                target = torch.cat([*map(output_tokens, parts)], -1)
+                moments[is_held_out(batch)].add(input_tokens(readers[0], source, output), target)
+            del targets, sources, own
+        _check_finite(place.name, *moments)
+        error = _prune(self.model, place, kept, *moments)
+        left = error / measured_part(*moments).variance()
+        self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left))
+
     def _fit_writer(
         self, block: str, step: Step, pruned: tuple[HiddenChannels, int] | None, early: tuple[str, str]
     ) -> None:
         """Fits a layer so that the student's stream approaches the teacher's, after pruning the channels it reads."""
-        layer, moments = self.model.get_submodule(step.name), _empty_moments(self.plan.int8)
+        layer, moments, streams = self.model.get_submodule(step.name), _empty_moments(self.plan.int8), _empty_moments()
         for batch in self.batches():
             (target,) = self.teacher.run(batch, block, [step.target], early[0])
             source, stream = self.student.run(batch, block, [step.source, step.target], early[1])
             if isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 if target.ndim == 4:
-                    source, stream, target = _patches(layer, source, stream), _sample_rows(stream), _sample_rows(target)
+                    source, stream, target = (
+                        sample_patches(layer, source, stream),
+                        sample_rows(stream),
+                        sample_rows(target),
+                    )
                 else:
                     # A convolution in an FFN has kernel 1 and writes tokens.
                     source = source.flatten(2).transpose(1, 2)
             moments[is_held_out(batch)].add(source, target - stream)
+            if pruned:
+                streams[is_held_out(batch)].add(target[..., :1], target)
             del source, stream, target
         _check_finite(step.name, *moments)
         if pruned:
-            left = _prune(self.model, *pruned, *moments)
             place, kept = pruned
+            for part in {moments[0], measured_part(*moments)}:
+                # The target becomes the whole output that the layer should have, not only the error before.
+                part.add_to_target(layer.weight.flatten(1), layer.bias)
+            left = _prune(self.model, place, kept, *moments) / measured_part(*streams).variance()
             logits = self.lost_logits.get(place.name)
             self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left, logits=logits))
         else:
@@ -313,19 +341,26 @@ def _refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossM
 
 @torch.no_grad()
 def _prune(model: nn.Module, place: HiddenChannels, kept: int, moments: CrossMoments, held_out: CrossMoments) -> float:
-    """Removes hidden channels, the inputs of the moments, and refits the layer that reads them; returns its error."""
-    (reader,) = map(model.get_submodule, place.readers)
-    weight = reader.weight.flatten(1)
-    for part in {moments, measured_part(moments, held_out)}:
-        # The target becomes the whole output that the layer should have, not only the error of the unpruned layer.
-        part.add_to_target(weight, reader.bias)
-    stay = rank_channels(moments, place.heads)[0][-kept:].sort().values
-    moments, held_out = moments.select(stay), held_out.select(stay)
-    fit = choose_fit(moments, held_out, weight[:, stay].double())
+    """Removes hidden channels, the inputs of the moments, and refits the layers that read them.
+
+    Returns the mean squared error.
+    """
+    readers = [*map(model.get_submodule, place.readers)]
+    weight = torch.cat([reader.weight.flatten(1) for reader in readers])
+    columns = weight.shape[1] // place.count
+    # Outputs of several layers, such as classes and boxes, have different units.
+    ranked = moments.standardise_target() if len(readers) > 1 else moments
+    stay = rank_channels(ranked, place.heads, columns)[0][-kept:].sort().values
+    inputs = columns_of(stay, columns)
+    moments, held_out = moments.select(inputs), held_out.select(inputs)
+    fit = choose_fit(moments, held_out, weight[:, inputs].double())
     keep_channels(model, place, stay)
-    reader.weight.copy_(fit.matrix.view_as(reader.weight))
-    reader.bias.copy_(fit.shift)
-    return measured_part(moments, held_out).unexplained(fit)
+    sizes = [len(reader.weight) for reader in readers]
+    for reader, *values in zip(readers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
+        for parameter, value in zip((reader.weight, reader.bias), values, strict=True):
+            parameter.copy_(value.view_as(parameter))
+    judge = measured_part(moments, held_out)
+    return judge.unexplained(fit) * judge.variance()
 
 
 def _kept_channels(report: AbsorptionReport) -> dict[str, int]:
@@ -336,21 +371,6 @@ def _release_memory() -> None:
     """Returns freed memory to the system: glibc keeps as much as is in use, in pieces that fit no later step."""
     if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
         trim(0)
-
-
-def _row_step(output: Tensor) -> int:
-    return max(1, output.shape[-2] * output.shape[-1] // POSITIONS)
-
-
-def _sample_rows(output: Tensor) -> Tensor:
-    """Every n-th row of a map, n from ``_row_step``, as tokens (B, N, C_out)."""
-    return output[:, :, :: _row_step(output)].flatten(2).transpose(1, 2).clone()
-
-
-def _patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
-    """The input patches of a convolution for the rows of :func:`_sample_rows`, (B, N, C_in k k)."""
-    stride = conv.stride[0] * _row_step(output), conv.stride[1]
-    return nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
 
 
 def _empty_moments(int8: bool = False) -> tuple[CrossMoments, CrossMoments]:

@@ -11,6 +11,7 @@ from mmcv.cnn import Conv2d, Linear
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+import slab_det.fusion.head_channels  # noqa: F401 (registers its rules)
 from slab_det.fusion.folds import CannotFold, Channels, find_hooks, find_rule
 from slab_det.fusion.fuse import FusionError, containers_of, join_names, replace_module
 
