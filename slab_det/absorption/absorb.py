@@ -16,9 +16,11 @@ from torch import nn
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.student import absorb_norms
+from slab_det.backbones.adopt import adopt
 from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import AgreementError, ConversionError
-from slab_det.runtime.modes import evaluating, is_deployed
+from slab_det.runtime.modes import is_deployed, set_mode
 
 
 def absorb(
@@ -84,11 +86,10 @@ def absorb(
     if keep == 'all' and not ffn:
         raise ConversionError("keep='all' and ffn=0 leave nothing to absorb; give ffn=0.75 or another keep")
     # find_reads uses autograd, which records nothing in inference mode.
-    with (
-        torch.inference_mode(False),
-        evaluating(model),
-        tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder,
-    ):
+    with torch.inference_mode(False), tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder:
+        model = copy_module(model)
+        adopt(model)
+        set_mode(model, False)
         plan = make_plan(model, images, Path(folder), int8, ffn, norms=keep != 'all')
         _check_absorbs(keep, plan, ffn)
         compare = _compare_to(model, plan.images.held_out)

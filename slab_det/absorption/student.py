@@ -19,9 +19,9 @@ from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
 from slab_det.absorption.walk import Walk
 from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
-from slab_det.fusion.folds import CannotFold, find_rule
-from slab_det.fusion.fuse import apply_fold, fold_affine, past_report, replace_module
+from slab_det.fusion.fuse import apply_fold, fold_affine, past_report
 from slab_det.fusion.fusion_report import FusionReport
+from slab_det.norms.folds import CannotFold
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
@@ -73,11 +73,8 @@ def absorb_norms(
 
 
 def _copy_teacher(plan: AbsorptionPlan) -> nn.Module:
-    """A copy of the teacher in which inputs of layers can be captured, with slab_det's own norms fused."""
+    """A copy of the teacher with slab_det's own norms fused."""
     model = copy_module(plan.model)
-    for name, module in list(model.named_modules()):
-        if make := find_rule(module, 'replace'):
-            replace_module(model, name, make())
     for fusion in plan.fusions.values():
         if fusion.outcome != 'absorbed':
             apply_fold(model, fusion)

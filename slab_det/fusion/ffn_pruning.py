@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.fusion.affine import check_foldable
-from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
+from slab_det.norms.folds import CannotFold, find_hooks, find_rule
 
 # Activations that act on each hidden channel alone, so that channels can be removed.
 ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)

@@ -12,6 +12,7 @@ from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
+from slab_det.backbones.adopt import adopt
 from slab_det.fusion.ffn_pruning import prune_ffn
 from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.fusion_report import NormFusion
@@ -57,6 +58,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
     detector.eval()  # no chaining: the eval() of mmdet's backbones returns None
+    adopt(detector)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
     for name, hidden in (ffns or {}).items():
         prune_ffn(detector.get_submodule(name), torch.arange(hidden))

@@ -21,8 +21,8 @@ from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, find_resize, import_extra
 from slab_det.deployment.export.settings import describe_preprocessor
-from slab_det.fusion.folds import find_hooks
 from slab_det.norms import named_offline_norms
+from slab_det.norms.folds import find_hooks
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.modes import is_deployed

@@ -53,6 +53,8 @@ class Write(NamedTuple):
     source: str = ''
 
 
+# The module with the rules for a library, by the library's name; imported at the first use, because it takes seconds.
+LIBRARY_RULES: dict[str, str] = {}
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 
 
@@ -61,7 +63,6 @@ def register_folds(
     folds: Callable | None = None,
     input_layers: Callable | None = None,
     output_folds: Callable | None = None,
-    replace: Callable | None = None,
     writes: Callable | None = None,
     ffn_layers: Callable | None = None,
 ) -> None:
@@ -81,24 +82,20 @@ def register_folds(
             second argument. Raises CannotFold if anything but a layer reads the input.
         output_folds: Returns a :class:`Fold` for each output of a backbone, in the order of the outputs: the norm whose
             output it is, and the modules inside the backbone that also read the norm.
-        replace: Returns an equivalent module with the same weights and a method ``keep_padding()``. Fusion replaces the
-            module by it before changing one of the input layers.
         writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
         ffn_layers: Returns the names of the first layer, the activation and the second layer of an FFN, for
             :func:`slab_det.absorb`. Raises CannotFold if the FFN has further layers.
     """
     rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds)
-    rules |= dict(replace=replace, writes=writes, ffn_layers=ffn_layers)
+    rules |= dict(writes=writes, ffn_layers=ffn_layers)
     for kind in kinds:
         _import_rules(kind)
         _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule})
 
 
 def _import_rules(kind: type[nn.Module]) -> None:
-    """Imports the rules for the library of a class on first use, because importing the library takes seconds."""
-    library = kind.__module__.partition('.')[0]
-    if library in ('mmpretrain', 'timm'):
-        import_module(f'slab_det.fusion.stock_{library}')
+    if module := LIBRARY_RULES.get(kind.__module__.partition('.')[0]):
+        import_module(module)
 
 
 def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
