@@ -20,10 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Trains two detectors, absorbs both, and writes the comparison of all four into ``args.work_dir``."""
     from mmdet.registry import DATASETS
+    from mmengine.logging import MMLogger
     from mmengine.registry import init_default_scope
 
     from slab_det.cli.config import read_config
     from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
+    from slab_det.cli.screen import log_pycocotools
     from slab_det.measure.figure import ap_latency_figure, save_figure
     from slab_det.measure.report_file import update_report
 
@@ -41,6 +43,9 @@ def main(args: argparse.Namespace) -> None:
     trained = (ln_dir / 'quickstart_mask_rcnn_swin.py', Path((ln_dir / 'last_checkpoint').read_text().strip()))
     call('absorb.py', *trained, '--out', absorbed[1], *quick_options)
     call('train.py', find_config('quickstart_mask_rcnn_bn_ffnbn_swin.py'), '--work-dir', work_dir, *options)
+    # The table has what each evaluation prints.
+    log_pycocotools()
+    MMLogger.get_current_instance().setLevel('WARNING')
     cfg = read_config(str(trained[0]))
     init_default_scope('mmdet')
     # The fused config has no training set, so absorption gets the folder of images.
