@@ -39,6 +39,8 @@ def main(args: argparse.Namespace) -> None:
     options = ['--cfg-options', *args.cfg_options] if args.cfg_options else []
     quick_options = ('--ffn', 0.75, '--num-images', 40, '--rounds', 0)
 
+    print('Mask R-CNNs with a small Swin, from scratch on generated images: one with LayerNorm, one with BN+FFNBN.')
+    print(f'Both then lose norms and three quarters of their FFN channels. Results go below {work_dir}.', flush=True)
     call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', ln_dir, *options)
     trained = (ln_dir / 'quickstart_mask_rcnn_swin.py', Path((ln_dir / 'last_checkpoint').read_text().strip()))
     call('absorb.py', *trained, '--out', absorbed[1], *quick_options)
@@ -52,6 +54,7 @@ def main(args: argparse.Namespace) -> None:
     pictures = Path(DATASETS.build(cfg.train_dataloader.dataset).get_data_info(0)['img_path']).parent
     call('absorb.py', *fused, '--out', pruned[1], '--keep', 'all', '--images', pictures, *quick_options)
 
+    print(f'\nAP on the validation images, and latency in turns, of all four as deployed (log files below {work_dir}):')
     dataset = DATASETS.build(cfg.val_dataloader.dataset)
     files = {'LayerNorm': trained, 'LayerNorm absorbed': absorbed, 'BN+FFNBN': fused, 'BN+FFNBN absorbed': pruned}
     models, entries = measure(cfg, dataset, files)

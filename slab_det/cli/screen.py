@@ -19,6 +19,14 @@ DUMPS = (
     'Hooks will be executed in the following order:\n',
     'paramwise_options -- ',
 )
+# And of those of mmdet's CocoMetric, whose numbers the next line repeats by their names.
+EVALUATION = (
+    'Converting ground truth to coco format...',
+    'Evaluating bbox...',
+    'Evaluating segm...',
+    'bbox_mAP_copypaste: ',
+    'segm_mAP_copypaste: ',
+)
 
 
 class QuietScreen:
@@ -37,7 +45,9 @@ class QuietScreen:
 
 def _is_for_screen(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    return record.levelno > logging.INFO or not (getattr(record, 'only_in_file', False) or text.startswith(DUMPS))
+    return record.levelno > logging.INFO or not (
+        getattr(record, 'only_in_file', False) or text.startswith(DUMPS + EVALUATION)
+    )
 
 
 def build_runner(cfg: Config, verbose: bool, *mixins: type) -> Runner:

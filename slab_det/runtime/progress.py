@@ -5,12 +5,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Least time between two lines in a log file.
-SECONDS = 5
+# Least time between two lines of any bars in a log file.
+SECONDS = 20
 
 
 class Progress(tqdm):
-    """A tqdm bar. If stderr is not a terminal, it prints at most a line per 10% and per 5 seconds, and one at the end.
+    """A tqdm bar. If stderr is not a terminal, it prints at most a line per 10%, and all bars a line per 20 seconds.
 
     Args:
         args, kwargs: Arguments of tqdm.
@@ -19,6 +19,7 @@ class Progress(tqdm):
     # No monitor thread, because DataLoader forks its workers.
     monitor_interval = 0
     _tenths = 0
+    # When this process printed a line, or began the first bar.
     _last_line: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,8 +30,9 @@ class Progress(tqdm):
         if self.leave:
             return super().display(msg, pos)
         now, tenths = self._time(), 10 * self.n // self.total if self.total else 0
-        if self._last_line is None:
-            self._last_line = now
-        if tenths > self._tenths and (now - self._last_line >= SECONDS or tenths == 10):
-            self._tenths, self._last_line = tenths, now
+        if Progress._last_line is None:
+            Progress._last_line = now
+        if tenths > self._tenths and now - Progress._last_line >= SECONDS:
+            self._tenths = tenths
+            Progress._last_line = now
             self.fp.write(f'{self}\n')

@@ -8,7 +8,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from pycocotools.coco import COCO
 
-from slab_det.cli.screen import DUMPS, build_runner
+from slab_det.cli.screen import DUMPS, EVALUATION, build_runner
 from slab_det.runtime.errors import ConfigError
 
 
@@ -26,14 +26,14 @@ def test_screen_has_warnings_and_the_file_has_all(
     cfg.runner_type = runner_type
     runner = build_runner(cfg, verbose)
     assert isinstance(runner, RUNNERS.get(runner_type))
-    for text in DUMPS:
+    for text in (*DUMPS, *EVALUATION):
         runner.logger.info(f'{text} of the test')
         runner.logger.warning(f'{text} of a warning')
     runner.logger.info('Iter(train) [1/6]')
     COCO().createIndex()
     screen, log = capsys.readouterr().out, Path(runner.logger.log_file).read_text()
-    hidden = [*(f'{text} of the test' for text in DUMPS), 'creating index...', 'val_dataloader']
-    shown = [*(f'{text} of a warning' for text in DUMPS), 'Iter(train) [1/6]']
+    hidden = [*(f'{text} of the test' for text in (*DUMPS, *EVALUATION)), 'creating index...', 'val_dataloader']
+    shown = [*(f'{text} of a warning' for text in (*DUMPS, *EVALUATION)), 'Iter(train) [1/6]']
     assert [text for text in hidden if text in screen] == (hidden if verbose else [])
     assert [text for text in shown if text in screen] == shown
     assert [text for text in shown + hidden if text in log] == shown + hidden
