@@ -10,6 +10,9 @@ from pathlib import Path
 
 from slab_det.cli import command, find_folder
 
+# The rows of the table. Absorbed: without most norms and channels; pruned: without most channels.
+MODELS = ('LayerNorm', 'LayerNorm absorbed', 'BN+FFNBN', 'BN+FFNBN pruned')
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--work-dir', default='work_dirs/quickstart', help='output folder (default %(default)s)')
@@ -56,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 
     print(f'\nAP on the validation images, and latency in turns, of all four as deployed (log files below {work_dir}):')
     dataset = DATASETS.build(cfg.val_dataloader.dataset)
-    files = {'LayerNorm': trained, 'LayerNorm absorbed': absorbed, 'BN+FFNBN': fused, 'BN+FFNBN absorbed': pruned}
+    files = dict(zip(MODELS, (trained, absorbed, fused, pruned), strict=True))
     models, entries = measure(cfg, dataset, files)
     update_report(work_dir / 'report.json', *entries)
     table = compare(entries)
