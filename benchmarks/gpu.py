@@ -34,6 +34,7 @@ from slab_det.measure.latency import measure_latency
 from slab_det.measure.markdown import format_table
 
 SIZE, PADDED = (800, 1333), (800, 1344)
+DEVICE = 'cuda'
 
 
 def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, Row]:
@@ -61,7 +62,7 @@ Measured = Iterator[tuple[dict, dict]]
 
 def variants(name: str, row: Row) -> dict[str, nn.Module]:
     """Returns a detector in each form; mmdet's own is not deployed, because the LayerNorm row shows that."""
-    model = build(row).cuda()
+    model = build(row).to(DEVICE)
     made = {FORMS[0]: model}
     if name == row.stock:
         made[FORMS[1]] = copy.copy(model)
@@ -76,7 +77,7 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
         rows = FAMILIES[family]
         models = {(name, form): model for name, row in rows.items() for form, model in variants(name, row).items()}
         # The warm-up compiles kernels and captures graphs.
-        results = measure_latency(models, SIZE, rounds=args.rounds, warmup=2, device='cuda')
+        results = measure_latency(models, SIZE, rounds=args.rounds, warmup=2, device=DEVICE)
         for (name, form), result in results.items():
             bases = dict(to_mmdet=(rows[name].stock, FORMS[0]), to_layer_norm=(rows[name].layer_norm, form))
             ratios = {
@@ -87,7 +88,10 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
             cache = getattr(models[name, form].predict, '_graphs', None)
             graphs = [graph and graph.num_bytes >> 20 for graph in cache._graphs.values()] if cache else []
             times = dict(median_ms=round(result.median_ms, 3), p95_ms=round(result.p95_ms, 3))
-            yield dict(name=name, form=form), dict(**times, **ratios, detections=result.detections, graph_mib=graphs)
+            yield (
+                dict(name=name, form=form),
+                dict(**times, **ratios, detections=result.detections, graph_mib=graphs, rounds=args.rounds),
+            )
 
 
 def time_replay(cache: GraphCache, times: int = 20) -> float:
@@ -107,7 +111,7 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     operators, caches = FixedOperators(), {}
     static = StaticDetector(model, operators, fused=True)
     family = static.family
-    frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).cuda()
+    frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).to(DEVICE)
 
     def run(part: str, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
         caches[part] = GraphCache(lambda *tensors: tuple(function(*tensors)))
@@ -123,7 +127,7 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
         regions, order = operators.pool(model.roi_head.mask_roi_extractor, features, corners, scores)
         return (family.mask_head(regions, labels, order).sigmoid(),)
 
-    image = torch.randn(1, 3, *PADDED, device='cuda')
+    image = torch.randn(1, 3, *PADDED, device=DEVICE)
     maps = run('backbone', model.backbone, image)
     features = run('neck', lambda *maps: model.neck(maps), *maps)
     corners, scores = run('RPN, proposals', propose, frame[0], *features)
@@ -138,7 +142,7 @@ def measure_parts(args: argparse.Namespace) -> Measured:
     captured = {}
     for family in ('Swin-T', 'PVT-S'):
         for name in (f'{family}, LayerNorm', f'{family}-PRepBN'):
-            captured[name] = capture_parts(slab_det.deploy(build(FAMILIES[family][name]).cuda(), torch.float16))
+            captured[name] = capture_parts(slab_det.deploy(build(FAMILIES[family][name]).to(DEVICE), torch.float16))
     rounds = [
         {name: {part: time_replay(cache) for part, cache in caches.items()} for name, caches in captured.items()}
         for _ in range(8)
@@ -150,16 +154,16 @@ def measure_parts(args: argparse.Namespace) -> Measured:
 
 def measure_training(args: argparse.Namespace) -> Measured:
     """Time and memory of training steps of a Mask R-CNN with Swin-T, with each norm."""
-    for name, values in measure_steps(detector_steps(PADDED, 2, 'cuda'), 6).items():
+    for name, values in measure_steps(detector_steps(PADDED, 2, DEVICE), 6).items():
         yield dict(name=name), values
 
 
 def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measured:
     """Seconds per image and memory to absorb every norm, and seconds per forward of backbone and neck."""
-    model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).cuda().requires_grad_(False)
-    images = torch.randn(num_images, 1, 3, *PADDED, device='cuda').unbind()
+    model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).to(DEVICE).requires_grad_(False)
+    images = torch.randn(num_images, 1, 3, *PADDED, device=DEVICE).unbind()
     # Warm-up: libraries initialize in their first call.
-    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device='cuda')], keep=0, progress=False)
+    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device=DEVICE)], keep=0, progress=False)
 
     def seconds(run: Callable[[], object]) -> float:
         torch.cuda.synchronize()
@@ -173,7 +177,7 @@ def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measure
     idle = torch.cuda.memory_allocated()
     absorb = seconds(lambda: slab_det.absorb(model, images, keep=0, progress=False))
     above = (torch.cuda.max_memory_allocated() - idle) / 2**20
-    values = dict(seconds_per_pass=absorb, forward_seconds=forward, above_idle_mib=round(above))
+    values = dict(seconds_per_image=absorb, forward_seconds=forward, above_idle_mib=round(above))
     yield dict(name='Swin-T, LayerNorm'), values
 
 
@@ -222,12 +226,11 @@ def main() -> None:
     parser.add_argument('--families', nargs='+', choices=FAMILIES, default=[*FAMILIES])
     parser.add_argument('--out', type=Path, default=FOLDER / 'gpu.json')
     args = parser.parse_args()
-    # Rows of several hosts may stand in one file.
     host = dict(cpu=device_name('cpu'), triton=triton.__version__)
-    results = Results(args.out, 'cuda', size=SIZE, batch=1, rounds=args.rounds)
+    results = Results(args.out, DEVICE, host, size=SIZE, batch=1)
     for part in args.parts:
         for identity, values in PARTS[part](args):
-            results.add(dict(part=part, **identity), {**values, **host})
+            results.add(dict(part=part, **identity), values)
     for title, table in tables(results).items():
         print(f'\n{title}\n\n{table}')
 

@@ -61,7 +61,7 @@ class BoxOperators(ABC):
 
         Returns:
             Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether these K boxes
-            are all, or None if the operator always returns all.
+            include every chosen one. The last is None where K is the number of chosen boxes.
         """
 
     def is_number(self, scores: Tensor) -> Tensor | None:

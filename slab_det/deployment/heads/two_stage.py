@@ -237,7 +237,8 @@ class MaskHead:
 
     Args:
         head: The mask_head.
-        fused: Whether other labels' masks are left out; ignored unless a transposed convolution upsamples by 2.
+        fused: Compute the mask of each box's own label alone. Without effect unless a transposed convolution of kernel
+            2 and stride 2 upsamples the masks.
     """
 
     def __init__(self, head: FCNMaskHead, fused: bool) -> None:
