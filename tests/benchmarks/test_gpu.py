@@ -29,6 +29,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, small_detector: Callable) -> None:
     monkeypatch.setattr(gpu, 'detector_steps', lambda size, batch_size, device: {'LayerNorm': None, 'UN': None})
     step = dict(median_ms=1.0, time_ratio=1.0, peak_mib=1.0, memory_ratio=1.0)
     monkeypatch.setattr(gpu, 'measure_steps', lambda steps, rounds: dict.fromkeys(steps, step))
+    monkeypatch.setattr(gpu, 'run_pytest', lambda file: ['FAILED test_one', '1 failed, 5 passed in 3 s'])
     for name in ('synchronize', 'reset_peak_memory_stats'):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ('memory_allocated', 'max_memory_allocated'):
@@ -46,11 +47,14 @@ def test_a_run_of_any_length_is_added_to_the_committed_results(
     monkeypatch.setattr('sys.argv', ['gpu.py', '--rounds', '2', '--families', 'Swin-T', '--out', str(file)])
     gpu.main()
     after = json.loads(file.read_text())
-    assert after['setting'] == before['setting'] and len(after['rows']) == len(before['rows'])
+    assert after['setting'] == before['setting']
     (environment,) = after['environments'][len(before['environments']) :]
     assert environment['commit'] and environment['device'] and environment['cpu'] and environment['triton']
-    changed = {(new['part'], new['name']) for old, new in zip(before['rows'], after['rows'], strict=True) if new != old}
+    changed = {(new['part'], new['name']) for new in after['rows'] if new not in before['rows']}
+    kept = [old for old in before['rows'] if (old['part'], old['name']) not in changed]
+    assert [new for new in after['rows'] if (new['part'], new['name']) not in changed] == kept
     names = dict(
+        tests=gpu.TESTS,
         detectors=gpu.FAMILIES['Swin-T'],
         parts=('Swin-T, LayerNorm', 'Swin-T-PRepBN', 'PVT-S, LayerNorm', 'PVT-S-PRepBN'),
         training=('LayerNorm', 'UN'),
@@ -61,6 +65,8 @@ def test_a_run_of_any_length_is_added_to_the_committed_results(
         measured_here = new['environment'] == len(after['environments']) - 1
         assert measured_here == ((new['part'], new['name']) in changed)
         if measured_here and new['part'] == 'detectors':
-            assert new['rounds'] == 2 and new['median_ms'] > 0
+            assert new['rounds'] == 2 and new['median_ms'] > 0 and new['first_call_s'] > 0
+        if measured_here and new['part'] == 'tests':
+            assert new['failed'] == ['FAILED test_one'] and new['summary'] == '1 failed, 5 passed in 3 s'
     printed = capsys.readouterr().out
     assert all(f'\n{title}\n' in printed for title in ('detectors', 'parts', 'training'))
