@@ -1,17 +1,20 @@
-"""Measures on one GPU what docs/latency.md shows: whole detectors, their parts, training steps, absorption.
+"""Measures on one GPU what docs/latency.md shows: tests, whole detectors, their parts, training steps, absorption.
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --parts detectors --families Swin-T PVT-S
 
 Weights are random, with heads made to find 32 objects. "Eager" is PyTorch's eager mode, with autocast in float16;
-"graph" is the detector that `slab_det.deploy` returns. The forms of a family are timed in the same rounds. Results are
-written to benchmarks/results/gpu.json after each part; a row that is measured again is replaced.
+"compiled" is mmdet's detector with its backbone, neck and RPN under torch.compile; "graph" is the detector that
+`slab_det.deploy` returns. The forms of a family are timed in the same rounds. Results are written to
+benchmarks/results/gpu.json after each part; a row that is measured again is replaced.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import copy
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +24,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from benchmarks.results import FOLDER, Results
+from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import Row, build
 from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
@@ -33,15 +36,21 @@ from slab_det.measure.environment import device_name
 from slab_det.measure.latency import measure_latency
 from slab_det.measure.markdown import format_table
 
+TESTS = 'tests/test_cuda.py', 'tests/deployment/test_kernels.py'
 SIZE, PADDED = (800, 1333), (800, 1344)
+DEVICE = 'cuda'
 
 
 def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, Row]:
-    """Rows of mmdet's detector, ours with LayerNorm and with PRepBN, and others."""
+    """Rows of mmdet's detector, ours with LayerNorm, pruned, absorbed and with PRepBN, and others."""
     names = f'{name}, mmdet', f'{name}, LayerNorm'
+    own = Row(f'mask_rcnn_{config}', *names)
     return {
-        names[0]: Row(f'mask_rcnn_{config}', *names, type=backbone),
-        names[1]: Row(f'mask_rcnn_{config}', *names),
+        names[0]: own._replace(type=backbone),
+        names[1]: own,
+        f'{name}, FFNs at a quarter': own._replace(ffn=0.75),
+        f'{name}, absorbed, none kept': own._replace(kept=0),
+        f'{name}, FFNs at a quarter, none kept': own._replace(kept=0, ffn=0.75),
         f'{name}-PRepBN': Row(f'mask_rcnn_prepbn_{config}', *names),
         **{f'{kind}-{name}': Row(f'mask_rcnn_{prefix}_{config}', *names) for kind, prefix in others.items()},
     }
@@ -49,25 +58,58 @@ def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, R
 
 SWIN, PVT = 'SwinTransformer', 'PyramidVisionTransformer'
 FAMILIES = {
-    'Swin-T': _family('Swin-T', 'swin_t', SWIN, Flatten='flatten', SLAB='slab'),
+    'Swin-T': {
+        **_family('Swin-T', 'swin_t', SWIN, Flatten='flatten', SLAB='slab'),
+        'Swin-T-UN': Row('mask_rcnn_un_swin_t_3x', 'Swin-T, mmdet', 'Swin-T, LayerNorm'),
+    },
     'PVT-S': _family('PVT-S', 'pvt_s', PVT),
     'Swin-S': _family('Swin-S', 'swin_s', SWIN),
     'PVT-T': _family('PVT-T', 'pvt_t', PVT),
 }
-FORMS = 'eager, float32', 'eager, float16', 'graph, float32', 'graph, float16'
+EAGER = 'eager, float32', 'eager, float16'
+# The modes of torch.compile, in float16.
+COMPILED = {'compiled, float16': 'max-autotune-no-cudagraphs', 'compiled with graphs, float16': 'reduce-overhead'}
+GRAPHS = 'graph, float32', 'graph, float16', 'graph, bfloat16'
+FORMS = (*EAGER, *COMPILED, *GRAPHS)
 # The keys that identify a row, and the values of the row.
 Measured = Iterator[tuple[dict, dict]]
 
 
 def variants(name: str, row: Row) -> dict[str, nn.Module]:
-    """Returns a detector in each form; mmdet's own is not deployed, because the LayerNorm row shows that."""
-    model = build(row).cuda()
-    made = {FORMS[0]: model}
+    """Returns a detector in each form. Eager float16 and torch.compile are for mmdet's own alone."""
+    model = build(row).to(DEVICE)
+    made = {EAGER[0]: model}
     if name == row.stock:
-        made[FORMS[1]] = copy.copy(model)
-        made[FORMS[1]].forward = torch.autocast('cuda', torch.float16)(model.forward)
-        return made
-    return made | {form: slab_det.deploy(model, getattr(torch, form.split()[-1])) for form in FORMS[2:]}
+        made[EAGER[1]] = _autocast(copy.copy(model))
+        for form, mode in COMPILED.items():
+            compiled = copy.deepcopy(model)
+            for part in (compiled.backbone, compiled.neck, compiled.rpn_head):
+                part.forward = torch.compile(part.forward, mode=mode, dynamic=False)
+            made[form] = _autocast(compiled)
+    return made | {form: slab_det.deploy(model, getattr(torch, form.split()[-1])) for form in GRAPHS}
+
+
+def _autocast(model: nn.Module) -> nn.Module:
+    model.forward = torch.autocast('cuda', torch.float16)(model.forward)
+    return model
+
+
+def first_calls(models: dict[tuple[str, str], nn.Module]) -> dict[tuple[str, str], float]:
+    """Seconds of the first image of each model, which compiles kernels and captures graphs; drops what does not run."""
+    seconds = {}
+    for key, model in list(models.items()):
+        start = time.perf_counter()
+        try:
+            measure_latency({key: model}, SIZE, rounds=1, warmup=0, device=DEVICE)
+        except Exception as error:
+            # torch.compile may fail to capture; the other forms must not be lost with it.
+            if key[1] not in COMPILED:
+                raise
+            print(f'{key[0]}, {key[1]}: {type(error).__name__}: {error}')
+            del models[key]
+        else:
+            seconds[key] = round(time.perf_counter() - start, 3)
+    return seconds
 
 
 def measure_detectors(args: argparse.Namespace) -> Measured:
@@ -75,8 +117,8 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
     for family in args.families:
         rows = FAMILIES[family]
         models = {(name, form): model for name, row in rows.items() for form, model in variants(name, row).items()}
-        # The warm-up compiles kernels and captures graphs.
-        results = measure_latency(models, SIZE, rounds=args.rounds, warmup=2, device='cuda')
+        seconds = first_calls(models)
+        results = measure_latency(models, SIZE, rounds=args.rounds, warmup=2, device=DEVICE)
         for (name, form), result in results.items():
             bases = dict(to_mmdet=(rows[name].stock, FORMS[0]), to_layer_norm=(rows[name].layer_norm, form))
             ratios = {
@@ -87,7 +129,17 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
             cache = getattr(models[name, form].predict, '_graphs', None)
             graphs = [graph and graph.num_bytes >> 20 for graph in cache._graphs.values()] if cache else []
             times = dict(median_ms=round(result.median_ms, 3), p95_ms=round(result.p95_ms, 3))
-            yield dict(name=name, form=form), dict(**times, **ratios, detections=result.detections, graph_mib=graphs)
+            yield (
+                dict(name=name, form=form),
+                dict(
+                    **times,
+                    **ratios,
+                    first_call_s=seconds[name, form],
+                    detections=result.detections,
+                    graph_mib=graphs,
+                    rounds=args.rounds,
+                ),
+            )
 
 
 def time_replay(cache: GraphCache, times: int = 20) -> float:
@@ -107,7 +159,7 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     operators, caches = FixedOperators(), {}
     static = StaticDetector(model, operators, fused=True)
     family = static.family
-    frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).cuda()
+    frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).to(DEVICE)
 
     def run(part: str, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
         caches[part] = GraphCache(lambda *tensors: tuple(function(*tensors)))
@@ -123,7 +175,7 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
         regions, order = operators.pool(model.roi_head.mask_roi_extractor, features, corners, scores)
         return (family.mask_head(regions, labels, order).sigmoid(),)
 
-    image = torch.randn(1, 3, *PADDED, device='cuda')
+    image = torch.randn(1, 3, *PADDED, device=DEVICE)
     maps = run('backbone', model.backbone, image)
     features = run('neck', lambda *maps: model.neck(maps), *maps)
     corners, scores = run('RPN, proposals', propose, frame[0], *features)
@@ -138,28 +190,28 @@ def measure_parts(args: argparse.Namespace) -> Measured:
     captured = {}
     for family in ('Swin-T', 'PVT-S'):
         for name in (f'{family}, LayerNorm', f'{family}-PRepBN'):
-            captured[name] = capture_parts(slab_det.deploy(build(FAMILIES[family][name]).cuda(), torch.float16))
+            captured[name] = capture_parts(slab_det.deploy(build(FAMILIES[family][name]).to(DEVICE), torch.float16))
     rounds = [
         {name: {part: time_replay(cache) for part, cache in caches.items()} for name, caches in captured.items()}
         for _ in range(8)
     ]
     for name, caches in captured.items():
         ms = {part: round(median(one[name][part] for one in rounds), 3) for part in caches}
-        yield dict(name=name, form=FORMS[3]), dict(ms=ms)
+        yield dict(name=name, form='graph, float16'), dict(ms=ms)
 
 
 def measure_training(args: argparse.Namespace) -> Measured:
     """Time and memory of training steps of a Mask R-CNN with Swin-T, with each norm."""
-    for name, values in measure_steps(detector_steps(PADDED, 2, 'cuda'), 6).items():
+    for name, values in measure_steps(detector_steps(PADDED, 2, DEVICE), 6).items():
         yield dict(name=name), values
 
 
 def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measured:
     """Seconds per image and memory to absorb every norm, and seconds per forward of backbone and neck."""
-    model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).cuda().requires_grad_(False)
-    images = torch.randn(num_images, 1, 3, *PADDED, device='cuda').unbind()
+    model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).to(DEVICE).requires_grad_(False)
+    images = torch.randn(num_images, 1, 3, *PADDED, device=DEVICE).unbind()
     # Warm-up: libraries initialize in their first call.
-    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device='cuda')], keep=0, progress=False)
+    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device=DEVICE)], keep=0, progress=False)
 
     def seconds(run: Callable[[], object]) -> float:
         torch.cuda.synchronize()
@@ -173,11 +225,27 @@ def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measure
     idle = torch.cuda.memory_allocated()
     absorb = seconds(lambda: slab_det.absorb(model, images, keep=0, progress=False))
     above = (torch.cuda.max_memory_allocated() - idle) / 2**20
-    values = dict(seconds_per_pass=absorb, forward_seconds=forward, above_idle_mib=round(above))
+    values = dict(seconds_per_image=absorb, forward_seconds=forward, above_idle_mib=round(above))
     yield dict(name='Swin-T, LayerNorm'), values
 
 
+def run_pytest(file: str) -> list[str]:
+    """What pytest prints about a file."""
+    command = [sys.executable, '-m', 'pytest', '-q', file]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return run.stdout.strip().splitlines()
+
+
+def measure_tests(args: argparse.Namespace) -> Measured:
+    """The last line of pytest for the tests that need a GPU, and the names of those that failed."""
+    for file in TESTS:
+        lines = run_pytest(file)
+        failed = [line for line in lines if line.startswith(('FAILED', 'ERROR'))]
+        yield dict(name=file), dict(summary=lines[-1], failed=failed)
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
+    'tests': measure_tests,
     'detectors': measure_detectors,
     'parts': measure_parts,
     'training': measure_training,
@@ -196,17 +264,20 @@ def tables(results: Results) -> dict[str, str]:
     def ratio(cell: dict | None) -> str:
         return f'{cell["to_layer_norm"]:.2f}' if cell and 'to_layer_norm' in cell else '–'
 
+    # The forms that were measured.
+    forms, graphs = ([form for form in kinds if any(form == key[1] for key in cells)] for kinds in (FORMS, GRAPHS))
     detectors = [
-        (name, *(milliseconds(cells.get((name, f))) for f in FORMS), *(ratio(cells.get((name, f))) for f in FORMS[2:]))
+        (name, *(milliseconds(cells.get((name, f))) for f in forms), *(ratio(cells.get((name, f))) for f in graphs))
         for name in dict.fromkeys(name for name, _ in cells)
     ]
+    over = [f'{"over LayerNorm, " if form == graphs[0] else ""}{form.split()[-1]}' for form in graphs]
     parts = [(row['name'], row['ms']) for row in results.select(part='parts')]
     training = [
         (row['name'], f'{row["median_ms"]:.0f}', f'{row["time_ratio"]:.2f}', f'{row["memory_ratio"]:.2f}')
         for row in results.select(part='training')
     ]
     return {
-        'detectors': format_table(('', *FORMS, 'over LayerNorm, float32', 'float16'), detectors),
+        'detectors': format_table(('', *forms, *over), detectors),
         'parts': format_table(
             ('', *dict.fromkeys(title for _, ms in parts for title in ms)),
             [(name, *(f'{value:.2f}' for value in ms.values())) for name, ms in parts],
@@ -222,12 +293,11 @@ def main() -> None:
     parser.add_argument('--families', nargs='+', choices=FAMILIES, default=[*FAMILIES])
     parser.add_argument('--out', type=Path, default=FOLDER / 'gpu.json')
     args = parser.parse_args()
-    # Rows of several hosts may stand in one file.
     host = dict(cpu=device_name('cpu'), triton=triton.__version__)
-    results = Results(args.out, 'cuda', size=SIZE, batch=1, rounds=args.rounds)
+    results = Results(args.out, DEVICE, host, size=SIZE, batch=1)
     for part in args.parts:
         for identity, values in PARTS[part](args):
-            results.add(dict(part=part, **identity), {**values, **host})
+            results.add(dict(part=part, **identity), values)
     for title, table in tables(results).items():
         print(f'\n{title}\n\n{table}')
 

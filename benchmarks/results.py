@@ -2,12 +2,15 @@
 
     {"setting": {...}, "environments": [{...}], "rows": [{"name": ..., "seed": ..., "environment": 0, ...}]}
 
-The setting holds for every row. The environment of a row is its index in the list; the oldest rows do not have one.
+The setting holds for every row. The environment of a row is its index in the list: the commit of this repository, the
+device and the versions. What an old file does not hold is "not recorded".
 """
 
 import json
+import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from slab_det.measure.environment import describe_environment
@@ -15,6 +18,16 @@ from slab_det.runtime.run_folder import locked, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / 'benchmarks' / 'results'
+NOT_RECORDED = 'not recorded'
+
+
+def describe_commit() -> str:
+    """The commit of this tree, with '-dirty' if files were changed since; without git, the variable SLAB_DET_COMMIT."""
+    command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get('SLAB_DET_COMMIT', NOT_RECORDED)
 
 
 class Results:
@@ -23,14 +36,19 @@ class Results:
     Args:
         path: The file, which need not exist.
         device: Device that new rows are measured on.
+        host: What the environment of new rows says beyond :func:`describe_environment`.
         setting: What holds for every row.
 
     Raises:
         ValueError: If the file was measured in another setting.
     """
 
-    def __init__(self, path: Path, device: str = 'cpu', **setting: object) -> None:
+    def __init__(
+        self, path: Path, device: str = 'cpu', host: Mapping[str, object] | None = None, **setting: object
+    ) -> None:
         self.path, self.device = path, device
+        # Of the code that is loaded: files may change while a study runs.
+        self.host = dict(commit=describe_commit(), **host or {})
         self.environments: list[dict] = []
         self.rows: list[dict] = []
         stored = self._read()
@@ -55,7 +73,7 @@ class Results:
             identity: What tells the row from others, such as its name and seed.
             values: What was measured.
         """
-        environment = describe_environment(self.device)
+        environment = self.host | describe_environment(self.device)
         with locked(self.path):
             self._read()
             if environment not in self.environments:

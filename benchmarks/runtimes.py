@@ -57,7 +57,8 @@ class Row(NamedTuple):
         stock: The row of mmdet's detector.
         layer_norm: The row of ours with LayerNorm.
         type: Type of the backbone, in place of the config's.
-        kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens.
+        kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens; None for all.
+        ffn: Share of the hidden channels that absorption removes from each FFN.
     """
 
     config: str
@@ -65,6 +66,7 @@ class Row(NamedTuple):
     layer_norm: str
     type: str = ''
     kept: int | None = None
+    ffn: float = 0.0
 
 
 SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
@@ -113,9 +115,12 @@ FORMS = {
 def build(row: Row) -> nn.Module:
     """Builds the detector of a row, with its offline norms fused."""
     config = ROOT / 'configs' / f'{row.config}.py'
-    if row.kept is None:
+    if row.kept is None and not row.ffn:
         return build_untrained(config, {'type': row.type} if row.type else {})
-    absorb = partial(slab_det.absorb, build_untrained(config, {}), [torch.randn(1, 3, 64, 64)], progress=False)
+    images = [torch.randn(1, 3, 64, 64)]
+    absorb = partial(slab_det.absorb, build_untrained(config, {}), images, progress=False, ffn=row.ffn)
+    if row.kept is None:
+        return absorb(keep='all')
     everything = absorb(keep=0)
     names = [norm.norm for norm in everything.absorption_report.norms][: row.kept]
     return absorb(keep=names) if names else everything

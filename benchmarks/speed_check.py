@@ -7,7 +7,6 @@ Ratios are compared where device, threads, size and dtype are the same; for anyt
 """
 
 import argparse
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -67,12 +66,6 @@ def show(ratio: Mapping | None) -> str:
     return f'{ratio["ratio"]:.3f} ({ratio["low"]:.3f} – {ratio["high"]:.3f})' if ratio else '–'
 
 
-def commit() -> str:
-    """The commit of this tree, with '-dirty' if files were changed since."""
-    command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1216), metavar=('H', 'W'), help='of the backbones')
@@ -95,8 +88,8 @@ def main() -> None:
             lines.append((name, show(here), show(before), quotient))
             if args.store:
                 made = dict(base=base_name, base_ms=base.median_ms, rounds=args.rounds, repeats=args.repeat)
-                stored.add(identity, dict(commit=commit(), **here, **made))
-        titles = ('model', f'this commit ({commit()})', 'stored', 'this commit / stored')
+                stored.add(identity, {**here, **made})
+        titles = ('model', f'this commit ({stored.host["commit"]})', 'stored', 'this commit / stored')
         print(f'\n{scope}, over {base_name} at {base.median_ms:.1f} ms\n\n{format_table(titles, lines)}')
 
 

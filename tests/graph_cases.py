@@ -17,26 +17,89 @@ from slab_det.deployment.gpu import box_kernels
 CONFIGS = {
     'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',
     'Faster R-CNN': 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco',
+    'Cascade R-CNN': 'cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco',
+    'Cascade Mask R-CNN': 'cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco',
     'RetinaNet': 'retinanet/retinanet_r50_fpn_1x_coco',
+    'ATSS': 'atss/atss_r50_fpn_1x_coco',
+    'FCOS': 'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco',
+    'RTMDet': 'rtmdet/rtmdet_tiny_8xb32-300e_coco',
 }
+# The last layers of heads, whose weights spread the scores.
+SCORES = 'cls.weight', 'fc_cls.weight', 'centerness.weight', 'rtm_obj.weight'
 
 
-def build(kind, rng):
-    """A small detector with random weights, whose scores spread over their whole range."""
+def build(kind, rng, varied=False):
+    """A small detector with random weights, whose scores spread over their whole range.
+
+    With ``varied``, its settings are random too.
+    """
     cfg = Config.fromstring(f"_base_ = ['mmdet::{CONFIGS[kind]}.py']", '.py').model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     cfg.neck.in_channels = [8, 16, 32, 64]
+    if 'stacked_convs' in cfg.get('bbox_head', {}):
+        cfg.bbox_head.stacked_convs = 1
+    if kind == 'RTMDet':
+        cfg.backbone.out_indices, cfg.neck.in_channels = (1, 2, 3), [16, 32, 64]
+        cfg.neck.out_channels = cfg.bbox_head.in_channels = cfg.bbox_head.feat_channels = 32
+        # The small images have fewer boxes.
+        cfg.test_cfg.update(nms_pre=125, max_per_img=100)
+        # The neck takes multiples of 32.
+        cfg.data_preprocessor.pad_size_divisor = 32
+    if kind in ('ATSS', 'FCOS'):
+        cfg.bbox_head.norm_cfg = dict(type='GN', num_groups=4)
+    if varied:
+        vary(cfg, rng)
     model = MODELS.build(cfg)
     # The eval() of mmdet's Swin returns None.
     model.eval()
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=rng.uniform(0.5, 2) * parameter[0].numel() ** -0.5)
-            if name.endswith(('cls.weight', 'fc_cls.weight')):
+            if name.endswith(SCORES):
                 parameter.data *= rng.uniform(0.1, 4)
     return model
+
+
+def vary(cfg, rng):
+    """Changes the settings of a detector's config at random, as users do."""
+    # mmdet cannot paste a mask outside of its image.
+    classes, clips = rng.choice((1, 3, 10)), rng.random() < 0.7 or 'mask_head' in cfg.get('roi_head', {})
+    heads = [cfg.roi_head.bbox_head] if 'roi_head' in cfg else [cfg.bbox_head]
+    heads = heads[0] if isinstance(heads[0], list) else heads
+    for head in heads:
+        head.num_classes = classes
+        head.bbox_coder = {**head.get('bbox_coder', dict(type='DistancePointBBoxCoder')), 'clip_border': clips}
+    last = cfg.test_cfg.get('rcnn', cfg.test_cfg)
+    last.update(score_thr=rng.choice((0.0, 0.05, 0.3)), max_per_img=rng.choice((3, 40, 300)))
+    last.nms.iou_threshold = rng.uniform(0.3, 0.8)
+    if 'roi_head' in cfg:
+        # A product with few rows, of few proposals, may round otherwise than the same rows among others.
+        cfg.test_cfg.rpn.update(nms_pre=rng.choice((60, 400)), max_per_img=rng.choice((50, 200)))
+        cfg.test_cfg.rpn.min_bbox_size = rng.choice((-1, 0, 4))
+        for head in heads:
+            head.reg_class_agnostic = rng.random() < 0.5
+        if cfg.roi_head.get('mask_head'):
+            masks = cfg.roi_head.mask_head
+            for head in masks if isinstance(masks, list) else [masks]:
+                head.update(num_classes=classes, class_agnostic=rng.random() < 0.3)
+        return
+    last.update(nms_pre=rng.choice((20, 400, 2000)), min_bbox_size=rng.choice((-1, 0)))
+    (head,) = heads
+    if 'anchor_generator' in head and 'octave_base_scale' in head.anchor_generator:
+        head.anchor_generator.update(scales_per_octave=rng.choice((1, 2)), ratios=rng.choice(([1.0], [0.5, 1.0, 2.0])))
+    if head.type == 'FCOSHead':
+        head.update(norm_on_bbox=rng.random() < 0.5, centerness_on_reg=rng.random() < 0.5)
+    if head.type == 'RTMDetSepBNHead':
+        head.update(
+            type=rng.choice(('RTMDetHead', 'RTMDetSepBNHead')), with_objectness=rng.random() < 0.5, share_conv=True
+        )
+        if head.type == 'RTMDetHead':
+            for name in ('share_conv', 'exp_on_reg', 'pred_kernel_size'):
+                head.pop(name, None)
+        else:
+            head.exp_on_reg = rng.random() < 0.5
 
 
 def noise(size, ori_shape, count=1):
@@ -94,10 +157,9 @@ class EagerOperators(BoxOperators):
     def best_above(self, levels, count, score_thr):
         sizes, ranked = [len(level) for level in levels], []
         for start, level in zip(accumulate([0, *sizes]), levels, strict=False):
-            scores = level.sigmoid()
-            found = (scores > score_thr).nonzero()[:, 0]
+            found = (level > score_thr).nonzero()[:, 0]
             # Not stable, as in mmdet's filter_scores_and_topk.
-            scores, order = scores[found].sort(descending=True)
+            scores, order = level[found].sort(descending=True)
             missing = max(min(count, len(level)) - len(found), 0)
             ranked.append(
                 (F.pad(scores[:count], (0, missing), value=EMPTY), start + F.pad(found[order[:count]], (0, missing)))

@@ -22,10 +22,11 @@ LAYERS = (
     ('hooks', 'absorption'),
     ('measure', 'conversion'),
     ('deployment',),
-    ('backbones',),
     ('fusion', 'recalibration'),
+    ('backbones',),
     ('checkpoints', 'data', 'compare'),
-    ('norms', 'attention', 'runtime'),
+    ('norms', 'attention'),
+    ('runtime',),
 )
 HEIGHTS = {package: -depth for depth, layer in enumerate(LAYERS) for package in layer}
 EXAMPLES = dict(

@@ -18,9 +18,11 @@ from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsor
 from slab_det.absorption.budget import Survey
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.student import absorb_norms
+from slab_det.backbones.adopt import adopt
 from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import AgreementError, ConversionError
-from slab_det.runtime.modes import evaluating, is_deployed
+from slab_det.runtime.modes import is_deployed, set_mode
 
 
 def absorb(
@@ -93,11 +95,10 @@ def absorb(
     if keep == 'all' and not (ffn or channels):
         raise ConversionError("keep='all' leaves nothing to absorb; give channels=0.5, ffn=0.75 or another keep")
     # find_reads uses autograd, which records nothing in inference mode.
-    with (
-        torch.inference_mode(False),
-        evaluating(model),
-        tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder,
-    ):
+    with torch.inference_mode(False), tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder:
+        model = copy_module(model)
+        adopt(model)
+        set_mode(model, False)
         where = 'everywhere' if channels else 'ffn' if ffn else ''
         plan = make_plan(model, images, Path(folder), int8, where, norms=keep != 'all')
         _check_absorbs(keep, plan, bool(where))

@@ -18,13 +18,13 @@ from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.heads import has_known_heads, run_heads
 from slab_det.absorption.images import Images, read_images, to_bytes
 from slab_det.absorption.walk import Probe, find_reads, register_probe
+from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
 from slab_det.fusion.channels import HiddenChannels, find_channels
-from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
-from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep, replace_module
+from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.fusion_report import NormFusion
 from slab_det.measure.environment import describe_environment
 from slab_det.norms import named_norms
-from slab_det.runtime.copying import copy_module
+from slab_det.norms.folds import Write, find_hooks, find_rule
 from slab_det.runtime.errors import ConversionError
 
 
@@ -96,7 +96,7 @@ def make_plan(
     heads = channels == 'everywhere' and has_known_heads(model)
     images = read_images(model, batches, folder, heads)
     _check_absorbable(model)
-    places = find_channels(own_copy(model)) if channels else {}
+    places = find_channels(model) if channels else {}
     writers, layer_norms = _find_writers(model, places), dict(named_norms(model, nn.LayerNorm))
     ranks = [Step(name, *starmap(Probe, place.tokens), name) for name, place in places.items() if place.tokens]
     head_steps = _find_head_steps(model, places) if heads else {}
@@ -178,22 +178,9 @@ def _why_not_absorbable(model: nn.Module, name: str, norm: nn.LayerNorm, calls: 
 def _check_absorbable(model: nn.Module) -> None:
     check_fusible(model)
     for name, module in model.named_modules():
-        if replace := find_rule(module, 'replace'):
-            if any(map(find_hooks, module.modules())):
-                raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before absorbing')
-            try:
-                replace()
-            except CannotFold as reason:
-                raise ConversionError(f'{name}: {reason}; the inputs of its layers cannot be captured') from reason
-
-
-def own_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model in which inputs of layers can be captured and attention can have fewer channels per head."""
-    model = copy_module(model)
-    for name, module in list(model.named_modules()):
-        if make := find_rule(module, 'replace'):
-            replace_module(model, name, make())
-    return model
+        # The rules of a block name the layers inside its attention, whose inputs only slab_det's attention shows.
+        if (reason := why_not_adopted(module)) and type(module) in MMDET_ATTENTIONS:
+            raise ConversionError(f'{name}: {reason}; the inputs of its layers cannot be captured')
 
 
 def _find_writers(model: nn.Module, places: Mapping[str, HiddenChannels]) -> list[Step]:

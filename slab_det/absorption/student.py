@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, ChannelAbsorption, NormAbsorption
 from slab_det.absorption.images import is_held_out
-from slab_det.absorption.plan import AbsorptionPlan, Step, own_copy
+from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import (
     CrossMoments,
     choose_fit,
@@ -37,6 +37,7 @@ from slab_det.fusion.channels import (
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report
 from slab_det.fusion.fusion_report import FusionReport
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
@@ -87,8 +88,8 @@ def absorb_norms(
 
 
 def copy_teacher(plan: AbsorptionPlan) -> nn.Module:
-    """See :func:`own_copy`; slab_det's own norms are fused."""
-    model = own_copy(plan.model)
+    """A copy of the teacher with slab_det's own norms fused."""
+    model = copy_module(plan.model)
     for fusion in plan.fusions.values():
         if fusion.outcome != 'absorbed':
             apply_fold(model, fusion)

@@ -271,7 +271,8 @@ class MapAttention(Attention):
         q, k, v = (split_groups(part, self.groups) for part in (q, k, v))
         mixed = self.mix(q, k, v, MapGeometry(hw_shape, source_shape, self.sr_ratio > 1))
         out = self.drop(self.proj_drop(self.attn.out_proj(join_groups(mixed))))
-        return out if identity is None else identity + out
+        # As in mmdet, which adds the input where no identity is given.
+        return (x if identity is None else identity) + out
 
     def projections(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """Weight and bias of the projection to q, and of the projection to k and v."""

@@ -1,7 +1,7 @@
 """The layers of all backbones: block, FFN, positions and patch merging.
 
 ``folds()`` says which layers take the norms at inference, ``writes()`` which layers write the residual stream; see
-:mod:`slab_det.fusion.folds`.
+:mod:`slab_det.norms.folds`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
 from slab_det.backbones.arguments import check_whole
-from slab_det.fusion import CannotFold, Channels, Fold, Write
+from slab_det.norms.folds import CannotFold, Channels, Fold, Write
 
 
 class LinearFFN(BaseModule):

@@ -16,7 +16,7 @@ from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
 from slab_det.backbones.arguments import PerStage, check_whole, count_stages, find_attention
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN
-from slab_det.fusion.stock_mmdet import swin_output_folds
+from slab_det.backbones.swin import SLABSwin
 
 
 class Stripes(BaseModule):
@@ -204,4 +204,4 @@ class SLABCSwin(Backbone):
             x = x.transpose(1, 2).unflatten(2, hw_shape)
         return tuple(outs)
 
-    output_folds = swin_output_folds
+    output_folds = SLABSwin.output_folds

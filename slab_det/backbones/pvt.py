@@ -17,7 +17,7 @@ from slab_det.attention import MAP_ATTENTIONS
 from slab_det.backbones.arguments import PerStage, check_whole, find_attention
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, ConvFFN, PositionEmbedding
-from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
+from slab_det.norms.folds import Fold
 
 
 @MODELS.register_module()
@@ -145,8 +145,15 @@ class SLABPVT(Backbone):
             x = x.transpose(1, 2).unflatten(2, hw_shape)
         return tuple(outs)
 
-    # The next stage reads the norm after a stage, and the neck reads the norm too where the stage is an output.
-    folds, output_folds = pvt_folds, pvt_output_folds
+    def folds(self) -> list[Fold]:
+        """The norm behind each stage, which the next patch embedding reads."""
+        last = len(self.layers) - 1
+        return [Fold(f'layers.{i}.2', before=f'layers.{i + 1}.0' if i < last else ()) for i in range(last + 1)]
+
+    def output_folds(self) -> list[Fold]:
+        """The norms whose outputs the backbone returns, in the order of the outputs. The neck reads them too."""
+        folds = SLABPVT.folds(self)
+        return [folds[stage] for stage in sorted(self.out_indices)]
 
     def init_from_scratch(self) -> None:
         """Initialises as mmdet does; linear attention's convolution keeps PyTorch's values, as in the authors' code."""

@@ -17,7 +17,7 @@ from slab_det.attention.geometry import resize_table
 from slab_det.backbones.arguments import PerStage, check_whole, count_stages, find_attention
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
-from slab_det.fusion.stock_mmdet import swin_output_folds
+from slab_det.norms.folds import Fold
 from slab_det.runtime.modes import set_mode
 
 
@@ -182,7 +182,9 @@ class SLABSwin(Backbone):
                 x, hw_shape = stage.downsample(x, hw_shape)
         return tuple(outs)
 
-    output_folds = swin_output_folds
+    def output_folds(self) -> list[Fold]:
+        """The output norms, in the order of the outputs. Inside the backbone nothing reads them."""
+        return [Fold(f'norm{stage}') for stage in sorted(self.out_indices)]
 
     def freeze(self) -> None:
         """Puts the frozen stages into eval mode and stops the training of their parameters."""

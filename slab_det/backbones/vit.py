@@ -16,7 +16,7 @@ from slab_det.attention import MAP_ATTENTIONS
 from slab_det.backbones.arguments import check_whole, find_attention
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN, PositionEmbedding
-from slab_det.fusion import Fold
+from slab_det.norms.folds import Fold
 
 
 @MODELS.register_module()

@@ -30,6 +30,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
         help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
     )
     parser.add_argument('--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none', help='job launcher')
+    parser.add_argument('--verbose', action='store_true', help='show on the screen all that the log file gets')
     # torch.distributed.launch passes one of these flags; torchrun sets LOCAL_RANK instead.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 

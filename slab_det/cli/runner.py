@@ -6,10 +6,10 @@ import torch
 from mmdet.engine.hooks.utils import trigger_visualization_hook
 from mmdet.evaluation import DumpDetResults
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
 import slab_det
+from slab_det.cli.screen import build_runner
 from slab_det.compare.kernels import warn_of_wrong_kernels
 from slab_det.data import check_num_classes
 from slab_det.deployment.precision import autocast_forward
@@ -19,21 +19,25 @@ from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
 
 
-class ReadOnlyRunner(Runner):
-    """A runner that writes no config, so that a test does not overwrite the training config in the work directory."""
+class ReadOnly:
+    """Mixin for a runner that writes no config, so that a test does not overwrite the training config."""
 
     def dump_config(self) -> None:
         """Writes nothing."""
 
 
-def build_test_runner(cfg: Config) -> Runner:
+def build_test_runner(cfg: Config, verbose: bool) -> Runner:
     """Builds the runner and its test loop, so that errors in the config are raised before the test.
+
+    Args:
+        cfg: A config with a test loop.
+        verbose: See :func:`slab_det.cli.screen.build_runner`.
 
     Raises:
         ConfigError: If the config has no test loop, or its model, data or evaluator cannot be built.
     """
     with config_errors(cfg.filename):
-        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else ReadOnlyRunner.from_cfg(cfg)
+        runner = build_runner(cfg, verbose, ReadOnly)
         if runner.test_loop is None:
             raise ConfigError(f'{cfg.filename} has no test_dataloader, test_cfg and test_evaluator; add them')
     return runner
@@ -56,7 +60,7 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     # The weights in the checkpoint are the averaged ones. EMAHook would replace them by its own copy, which is neither
     # recalibrated nor fused.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
-    runner = build_test_runner(cfg)
+    runner = build_test_runner(cfg, args.verbose)
     # Configs that do not inherit configs/_base_/runtime.py lack it, and mmengine loads whatever fits.
     if not any(isinstance(hook, CheckedLoadHook) for hook in runner.hooks):
         runner.register_hook(CheckedLoadHook())

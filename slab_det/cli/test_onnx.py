@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
     # The runner would pass data_preprocessor to ExportedDetector, which preprocesses in the file.
     cfg.pop('data_preprocessor', None)
-    runner = build_test_runner(cfg)
+    runner = build_test_runner(cfg, args.verbose)
     check_class_order(cfg, 'test', classes_of_meta(runner.model.runtime.metadata) or (), args.file)
     metrics = runner.test()
     result = dict(

@@ -22,10 +22,9 @@ def main(args: argparse.Namespace) -> None:
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     from mmengine.device import get_device
     from mmengine.dist import is_main_process
-    from mmengine.registry import RUNNERS
-    from mmengine.runner import Runner
 
     from slab_det.cli.config import config_from_arguments
+    from slab_det.cli.screen import build_runner
     from slab_det.data import check_data, check_num_classes
     from slab_det.hooks import FiniteLossHook, NormStateHook
     from slab_det.runtime.config import type_name
@@ -66,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
     check_data(cfg, ('train', 'val'))
     # Build everything here, so that errors name the config.
     with config_errors(cfg.filename):
-        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+        runner = build_runner(cfg, args.verbose)
         for split, loop in (('train', runner.train_loop), ('val', runner.val_loop)):
             if loop is not None:
                 check_num_classes(runner.model, loop.dataloader.dataset, split)

@@ -11,6 +11,7 @@ from mmcv.cnn import build_norm_layer
 from mmdet.registry import MODELS
 from torch import nn
 
+from slab_det.backbones.adopt import adopt
 from slab_det.fusion.fuse import reason_to_keep, replace_module
 from slab_det.norms import OfflineNorm, PRepBN, check_norm_weights, named_norms
 from slab_det.runtime.copying import copy_module
@@ -44,6 +45,8 @@ def convert_norms(
 ) -> nn.Module:
     """Replaces every LayerNorm over the last dimension by a norm of slab_det that keeps its weight and bias.
 
+    Blocks of mmdet's Swin and PVT become those of slab_det (:func:`~slab_det.backbones.adopt.adopt`).
+
     A PRepBN starts at gamma = 1 and computes what the LayerNorm did; :class:`slab_det.hooks.ProgressiveNormHook` trains
     it down to gamma = 0. ``model.conversion_report`` names the norms that were replaced or left.
 
@@ -75,6 +78,7 @@ def convert_norms(
     if not replaced:
         reasons = '; '.join(dict.fromkeys(report.kept.values())) or 'it has none'
         raise ConversionError(f'the model has no LayerNorm to convert: {reasons}')
+    adopt(model)
     for parent in list(model.modules()):
         # Not named_children(): a module may hold a norm under several names.
         for name, child in parent._modules.items():

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import torch
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.prior_generators import AnchorGenerator
+from mmdet.models.task_modules.prior_generators import AnchorGenerator, MlvlPointGenerator
 from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
 
+PriorGenerator = AnchorGenerator | MlvlPointGenerator
 # The logarithm of the largest factor by which mmdet's delta2bbox scales a side.
 MAX_LOG_RATIO = abs(math.log(16 / 1000))
 # The score of a place without a box; scores of boxes are not negative.
@@ -27,8 +28,14 @@ class BoxOperators(ABC):
     """Operators on boxes whose number depends on the image."""
 
     @abstractmethod
-    def priors(self, generator: AnchorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
-        """Returns the anchors (A, 4) of all levels, for maps of these sizes (H, W), on the device of ``like``."""
+    def priors(self, generator: PriorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
+        """Returns the anchors (A, 4) or points (A, 2) of all levels.
+
+        Args:
+            generator: The generator of the head.
+            sizes: The sizes (H, W) of the maps.
+            like: A tensor on the device of the result.
+        """
 
     @abstractmethod
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,18 +47,17 @@ class BoxOperators(ABC):
         """
 
     def best_above(self, levels: Sequence[Tensor], count: int, score_thr: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Chooses the ``count`` logits (n_i,) of each level with the largest sigmoids above ``score_thr``.
+        """Chooses the ``count`` scores (n_i,) of each level that are the largest above ``score_thr``.
 
         Returns:
             Scores (K,), in descending order in each level, and the places in the concatenation of all levels, (K,).
         """
         found, start = [], 0
-        for logits in levels:
-            scores = logits.sigmoid()
+        for scores in levels:
             # A NaN is not above the threshold.
-            scores, place = torch.where(scores > score_thr, scores, EMPTY).topk(min(count, len(logits)))
-            found.append((scores, place + start))
-            start += len(logits)
+            best, place = torch.where(scores > score_thr, scores, EMPTY).topk(min(count, len(scores)))
+            found.append((best, place + start))
+            start += len(scores)
         scores, place = (torch.cat(column) for column in zip(*found, strict=True))
         return scores, place
 
@@ -61,7 +67,7 @@ class BoxOperators(ABC):
 
         Returns:
             Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether these K boxes
-            are all, or None if the operator always returns all.
+            include every chosen one. The last is None where K is the number of chosen boxes.
         """
 
     def is_number(self, scores: Tensor) -> Tensor | None:
@@ -127,7 +133,28 @@ class BoxOperators(ABC):
         center = (low + high) * 0.5 + size * deltas[..., :2]
         half = size * deltas[..., 2:].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * 0.5
         decoded = torch.cat([center - half, center + half], -1)
-        return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
+        return clip(decoded, limits) if coder.clip_border else decoded
+
+    def decode_distances(
+        self, coder: nn.Module, points: Tensor, distances: Tensor, limits: Tensor, place: Tensor
+    ) -> Tensor:
+        """Decodes the distances of points from the four sides of their boxes, clipped to the image.
+
+        See FCOS (Tian et al., ICCV 2019), eq. 1.
+
+        Args:
+            coder: The DistancePointBBoxCoder.
+            points: (A, 2).
+            distances: (A, 4).
+            limits: The image's (width, height, width, height).
+            place: Places of the boxes to decode, (...).
+
+        Returns:
+            (..., 4).
+        """
+        points, distances = points[place], distances[place]
+        decoded = torch.cat([points - distances[..., :2], points + distances[..., 2:]], -1)
+        return decoded if coder.clip_border is False else clip(decoded, limits)
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
         """Distance between the offsets of consecutive groups in mmcv's batched NMS: the largest coordinate plus 1."""
@@ -139,6 +166,11 @@ class BoxOperators(ABC):
 def flat(x: Tensor, channels: int) -> Tensor:
     """Reshapes maps (N, n * channels, H, W) to one row per anchor, (N * H * W * n, channels)."""
     return x.permute(0, 2, 3, 1).reshape(-1, channels)
+
+
+def clip(corners: Tensor, limits: Tensor) -> Tensor:
+    """Clips corners (..., 4) to the image."""
+    return torch.minimum(corners.clamp(min=0), limits)
 
 
 def map_levels(extractor: SingleRoIExtractor, boxes: Tensor) -> Tensor:
@@ -165,6 +197,6 @@ def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -
 
 
 @constant
-def anchors(generator: AnchorGenerator, sizes: tuple, device: torch.device) -> Tensor:
-    """Returns the anchors (A, 4) of all levels for feature maps of these sizes."""
+def anchors(generator: PriorGenerator, sizes: tuple, device: torch.device) -> Tensor:
+    """Returns the anchors (A, 4) or points (A, 2) of all levels for feature maps of these sizes."""
     return torch.cat(generator.grid_priors(sizes, torch.float32, device))

@@ -6,6 +6,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from slab_det.backbones.adopt import adopt
 from slab_det.backbones.base import Backbone
 from slab_det.compare.kernels import warn_of_wrong_kernels
 from slab_det.deployment.cpu.linear import deployed_linear
@@ -20,7 +21,7 @@ from slab_det.deployment.gpu.window_kernels import triton_windows
 from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import HALF_PRECISIONS, keep_boxes_float32, lower_precision
-from slab_det.deployment.replacements import replace_layers, replace_stock_blocks
+from slab_det.deployment.replacements import replace_layers
 from slab_det.deployment.trial import try_deployed
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.copying import copy_module
@@ -105,7 +106,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Replaces and casts the layers of ``model``, in place."""
     model.requires_grad_(False)
     backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
-    replace_stock_blocks(backbone)
+    adopt(model)
     for module in backbone.modules():
         if isinstance(module, Backbone):
             # Tokens are (B, L, C): a channels-last map is a view of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mmdet.models.layers import PatchMerging as MmdetPatchMerging
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -14,16 +13,15 @@ class DeployedPatchMerging(PatchMerging):
     """Patch merging with weights in the order (row, column, C) of the tokens, so that no token is transposed.
 
     Args:
-        merging: The patch merging to deploy, ours or mmdet's; its weights are permuted in place.
-        stride: Side of a merged block, in tokens.
+        merging: The patch merging to deploy; its weights are permuted in place.
     """
 
-    def __init__(self, merging: nn.Module, stride: int) -> None:
+    def __init__(self, merging: PatchMerging) -> None:
         BaseModule.__init__(self)
-        self.in_channels, self.stride = merging.in_channels, stride
+        self.in_channels, self.stride = merging.in_channels, merging.stride
         self.norm, self.reduction = merging.norm, merging.reduction
         for parameter in (self.reduction.weight, *(self.norm.parameters() if self.norm else ())):
-            blocks = parameter.data.unflatten(-1, (self.in_channels, stride, stride))
+            blocks = parameter.data.unflatten(-1, (self.in_channels, self.stride, self.stride))
             parameter.data = blocks.movedim(-3, -1).flatten(-3)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
@@ -33,12 +31,8 @@ class DeployedPatchMerging(PatchMerging):
 
 
 def deployed_merging(layer: nn.Module) -> DeployedPatchMerging | None:
-    """The deployed form of a patch merging, ours or mmdet's over 2x2 blocks; None for every other layer."""
-    if type(layer) is PatchMerging:
-        stride = layer.stride
-    elif type(layer) is MmdetPatchMerging and layer.sampler.stride == layer.sampler.kernel_size == (2, 2):
-        stride = 2
-    else:
+    """The deployed form of a patch merging; None for every other layer, and for a merging with a norm of its own."""
+    if type(layer) is not PatchMerging:
         return None
     known = type(layer.norm) in (nn.LayerNorm, ChannelAffine, nn.Identity, type(None))
-    return DeployedPatchMerging(layer, stride) if known else None
+    return DeployedPatchMerging(layer) if known else None

@@ -1,34 +1,18 @@
-"""Replaces mmdet's transformer blocks with slab_det's, and recognises the layers that deploy can replace."""
+"""Recognises the layers that deploy can replace, and replaces them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from mmcv.cnn import Linear
-from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer
-from mmdet.models.backbones.swin import SwinBlock
 from torch import nn
 
-from slab_det.attention import MapAttention, ShiftedWindowAttention
-from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
-from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
-from slab_det.fusion.fuse import replace_module
-from slab_det.fusion.stock_mmdet import is_two_layers
+from slab_det.backbones.blocks import ConvFFN, LinearFFN
+from slab_det.fusion.channels import find_channels
+from slab_det.norms.folds import find_hooks
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
-OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN}
-
-
-def replace_stock_blocks(backbone: nn.Module) -> None:
-    """Replaces mmdet's Swin and PVT blocks with slab_det's, in place; a block with modified layers stays."""
-    for name, block in known_blocks(backbone, {SwinBlock, PVTEncoderLayer}):
-        try:
-            replace_module(backbone, name, _own_block(block))
-        except CannotFold:
-            continue
 
 
 def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Module]]:
@@ -38,21 +22,6 @@ def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Mo
         for name, block in backbone.named_modules()
         if type(block) in kinds and not any(map(find_hooks, block.modules()))
     ]
-
-
-def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
-    """Builds our Block from the layers of an mmdet block, for inference; raises CannotFold if they are modified."""
-    replace, kind = find_rule(block.attn, 'replace'), OWN_FFNS.get(type(block.ffn))
-    attn = replace() if replace else block.attn
-    is_known_ffn = kind is not LinearFFN or is_two_layers(block.ffn)
-    if not isinstance(attn, ShiftedWindowAttention | MapAttention) or kind is None or not is_known_ffn:
-        raise CannotFold("its attention or its FFN is not mmdet's own")
-    # The meta device skips weight initialisation; every layer comes from the mmdet block.
-    with torch.device('meta'):
-        own = Block(attn, LinearFFN(1, 1, dict(type='GELU')), dict(type='LN'))
-        own.ffn = kind(1, 1, dict(type='GELU'))
-    own.norm1, own.norm2, own.ffn.layers = block.norm1, block.norm2, block.ffn.layers
-    return own.eval()
 
 
 class FFNLayers(NamedTuple):
@@ -71,12 +40,13 @@ class FFNLayers(NamedTuple):
 
 def known_ffn(ffn: nn.Module) -> FFNLayers | None:
     """The layers of an FFN; None if it has other layers too, such as a convolution or a norm."""
-    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
+    if type(ffn) not in (LinearFFN, ConvFFN):
         return None
-    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
-    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
+    place = find_channels(ffn)['']
+    if place.reason or len(place.between) > 1:
         return None
-    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+    fc1, activation, fc2 = map(ffn.get_submodule, (*place.writers, *place.between, *place.readers))
+    if fc1.bias is None or type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return FFNLayers(fc1, ACTIVATIONS[type(activation)], fc2)
 

@@ -8,7 +8,7 @@ import torch
 from mmcv.cnn import Conv2d, Linear
 from torch import Tensor, nn
 
-from slab_det.fusion.folds import CannotFold
+from slab_det.norms.folds import CannotFold
 
 Side: TypeAlias = Literal['input', 'output']
 

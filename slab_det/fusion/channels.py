@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import slab_det.fusion.head_channels  # noqa: F401 (registers its rules)
-from slab_det.fusion.folds import CannotFold, Channels, find_hooks, find_rule
-from slab_det.fusion.fuse import FusionError, containers_of, join_names, replace_module
+from slab_det.fusion.fuse import FusionError, join_names
+from slab_det.norms.folds import CannotFold, Channels, find_hooks, find_rule
 
 # Activations that act on each channel alone.
 ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)
@@ -144,11 +144,6 @@ def resize_channels(model: nn.Module, counts: Mapping[str, int]) -> None:
     Raises:
         FusionError: If ``model`` has other places.
     """
-    for name in counts:
-        # Only our attention runs with fewer channels per head.
-        for container in [name for name in (*containers_of(name), name) if name in dict(model.named_modules())]:
-            if replace := find_rule(model.get_submodule(container), 'replace'):
-                replace_module(model, container, replace())
     places = find_channels(model)
     for name, count in counts.items():
         place = places.get(name)

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from slab_det.backbones.adopt import adopt, why_not_adopted
 from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
-from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
 from slab_det.fusion.fusion_report import FusionReport, NormFusion
-from slab_det.fusion.stock_mmdet import find_output_reader
+from slab_det.fusion.mmdet_rules import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
+from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, find_hooks, find_rule
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import SlabDetError, name_some
 
+LIBRARY_RULES.update(timm='slab_det.fusion.timm_rules', mmpretrain='slab_det.fusion.mmpretrain_rules')
 # Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.
 LIVE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
@@ -55,8 +57,10 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
             on a norm, or one norm in several places. The model is then unchanged.
     """
     check_fusible(model)
-    fusions = [*past_report(model).norms, *plan_folds(model)]
-    return apply_folds(model if inplace else copy_module(model), fusions)
+    if not inplace:
+        model = copy_module(model)
+    adopt(model)
+    return apply_folds(model, [*past_report(model).norms, *plan_folds(model)])
 
 
 def past_report(model: nn.Module) -> FusionReport:
@@ -88,8 +92,11 @@ def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[N
             if name in outputs:
                 readers = (find_output_reader(model, *outputs[name]), *readers)
             if not (readers or fold.after):
-                owner = type(model.get_submodule(name.rpartition('.')[0])).__name__
-                raise CannotFold(f'{owner} does not say which layer reads it; slab_det.fusion.register_folds can')
+                owner = model.get_submodule(name.rpartition('.')[0])
+                raise CannotFold(
+                    why_not_adopted(owner)
+                    or f'{type(owner).__name__} does not say which layer reads it; slab_det.fusion.register_folds can'
+                )
             side = 'input' if readers else 'output'
             layers = [layer for reader in readers for layer in _find_layers(model, reader)] or [fold.after]
             for layer in layers:
@@ -243,9 +250,7 @@ def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tens
             fold_into_output(model.get_submodule(name), scale, shift)
             continue
         # Padding tokens never passed the norm: they must keep the unfused bias.
-        for container in sorted({*containers_of(name)} - {*containers_of(fusion.norm)}):
-            if replace := find_rule(model.get_submodule(container), 'replace'):
-                replace_module(model, container, replace())
+        for container in {*containers_of(name)} - {*containers_of(fusion.norm)}:
             if hasattr(model.get_submodule(container), 'keep_padding'):
                 model.get_submodule(container).keep_padding()
         fold_into_input(model.get_submodule(name), scale, shift, part)

@@ -10,7 +10,7 @@ from mmdet.models.roi_heads.bbox_heads import ConvFCBBoxHead, Shared2FCBBoxHead,
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from torch import nn
 
-from slab_det.fusion.folds import Channels, register_folds
+from slab_det.norms.folds import Channels, register_folds
 
 
 def _rpn_channels(head: RPNHead) -> list[Channels]:

@@ -11,6 +11,7 @@ from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
+from slab_det.backbones.adopt import adopt
 from slab_det.fusion.channels import resize_channels
 from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.fusion_report import NormFusion
@@ -62,6 +63,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
     detector.eval()  # no chaining: the eval() of mmdet's backbones returns None
+    adopt(detector)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
     channels = {**(ffns or {}), **(channels or {})}
     resize_channels(detector, channels)

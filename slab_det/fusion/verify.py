@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from slab_det.backbones.adopt import adopt
 from slab_det.compare.difference import Comparison, accepted_difference, relative_difference
 from slab_det.compare.features import extract_features
 from slab_det.fusion.fuse import FusionError, apply_folds
@@ -44,7 +45,9 @@ def verify_fusion(
     """
     check_finite(model, FusionError)
     model64 = copy_module(model).double()
-    fused64 = apply_folds(copy_module(model64), fused.fusion_report.norms)
+    fused64 = copy_module(model64)
+    adopt(fused64)
+    apply_folds(fused64, fused.fusion_report.norms)
     differences, num_values = [], 0
     check_batches(model, images)
     for image in images:

@@ -5,9 +5,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+# Least time between two lines of any bars in a log file.
+SECONDS = 20
+
 
 class Progress(tqdm):
-    """A tqdm bar that prints one line per 10% instead if stderr is not a terminal.
+    """A tqdm bar. If stderr is not a terminal, it prints at most a line per 10%, and all bars a line per 20 seconds.
 
     Args:
         args, kwargs: Arguments of tqdm.
@@ -15,7 +18,9 @@ class Progress(tqdm):
 
     # No monitor thread, because DataLoader forks its workers.
     monitor_interval = 0
-    _tenths = -1
+    _tenths = 0
+    # When this process printed a line, or began the first bar.
+    _last_line: float | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, leave=sys.stderr.isatty(), dynamic_ncols=True, **kwargs)
@@ -24,7 +29,10 @@ class Progress(tqdm):
         """Draws the bar or prints a line; called by tqdm."""
         if self.leave:
             return super().display(msg, pos)
-        tenths = 10 * self.n // self.total if self.total else 0
-        if tenths > self._tenths:
+        now, tenths = self._time(), 10 * self.n // self.total if self.total else 0
+        if Progress._last_line is None:
+            Progress._last_line = now
+        if tenths > self._tenths and now - Progress._last_line >= SECONDS:
             self._tenths = tenths
+            Progress._last_line = now
             self.fp.write(f'{self}\n')

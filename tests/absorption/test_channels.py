@@ -17,6 +17,7 @@ from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.budget import Survey
 from slab_det.absorption.plan import make_plan
 from slab_det.absorption.student import Absorption, absorb_norms
+from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
@@ -45,7 +46,9 @@ TEACHERS = {
 @pytest.fixture(params=TEACHERS)
 def teacher(request):
     """A detector with random weights."""
-    return TEACHERS[request.param]()
+    model = TEACHERS[request.param]()
+    adopt(model)
+    return model
 
 
 def outputs(model, image):

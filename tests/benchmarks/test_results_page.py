@@ -13,6 +13,7 @@ from benchmarks.gpu import tables as gpu_tables
 from benchmarks.int8 import table as int8_table
 from benchmarks.norms.run import publish
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
+from benchmarks.quickstart import table as quickstart_table
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import table as runtimes_table
 
@@ -53,6 +54,32 @@ def test_norms_to_choose_from_are_the_stored_results():
     for norm, *shown in rows:
         name = {'BatchNorm': 'TokenBN', 'PRepBN': 'PRepBN, linear'}.get(norm, norm)
         assert shown == [spread(by_seed(study, name).values()) for study in studies], norm
+
+
+def test_differences_of_the_norms_page_are_those_of_the_stored_results():
+    """Each number with an interval, and LayerNorm over both of its trainings."""
+    page, known, trainings = (ROOT / 'docs/norms.md').read_text(), set(), []
+    for dataset in ('bccd', 'dsb2018'):
+        absorbed = load(f'absorb_{dataset}_2000').rows
+        pairs = [(absorbed, 'default', 'teacher')]
+        for study in (f'norms_{dataset}-norms', f'norms_{dataset}-norms-2000'):
+            rows = load(study).rows
+            controls = {row['name']: row.get('control') for row in rows}
+            pairs += [(rows, name, control) for name, control in controls.items()]
+        for rows, name, control in pairs:
+            ap, base = by_seed(rows, name), by_seed(rows, control)
+            differences = [ap[seed] - base[seed] for seed in ap if seed in base]
+            known.add(f'{spread(differences, "{:+.1f}").partition(" ")[0]} {t_interval(differences)}')
+        trained = by_seed(load(f'norms_{dataset}-norms-2000').rows, 'LayerNorm'), by_seed(absorbed, 'teacher')
+        trainings.append(spread([ap for values in trained for ap in values.values()]))
+    shown = re.findall(r'[+-]\d+\.\d \[[^\]]+\]', ' '.join(page.split()))
+    assert len(shown) == 14 and not {*shown} - known
+    assert f'{" and ".join(trainings)}.' in ' '.join(page.split())
+
+
+def test_quick_start_of_the_readme_is_the_stored_one():
+    text = (ROOT / 'README.md').read_text()
+    assert quickstart_table(load('quickstart')) in text, 'python -m benchmarks.quickstart prints the table'
 
 
 ABSORBED = {

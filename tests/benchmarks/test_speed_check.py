@@ -29,7 +29,7 @@ def test_ratios_are_compared_with_the_stored_ones_of_the_same_scope(call, tmp_pa
     assert call('--store')[2:] == ['–', '–'], 'nothing is stored yet'
     stored = Results(file)
     (row,) = stored.rows
-    assert row['name'] == 'quick start, SLAB fused' and row['commit']
+    assert row['name'] == 'quick start, SLAB fused' and stored.environments[row['environment']]['commit']
     assert row['scope'].startswith('backbone, batch 1, 64x96 (HxW), float32')
     # As if this commit were slower by far: reported, nothing more.
     row['ratio'] = 0.01

@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from conftest import as_trained, differing, randomize
+from conftest import as_trained, differing, randomize, relative_difference
 from mmdet.registry import MODELS
 from timm.models.metaformer import LayerNormNoBias
 from torch import nn
@@ -38,7 +38,8 @@ def test_converted_model_computes_the_same_at_gamma_1(name, small_detector):
     with torch.no_grad():
         expected, outputs = (getattr(m, 'extract_feat', m)(x) for m in (model, converted))
     for output, reference in zip(outputs, expected, strict=True):
-        assert torch.equal(output, reference)
+        # mmdet's blocks became slab_det's, which round differently.
+        assert relative_difference([output], [reference]) <= (1e-12 if name == 'SwinTransformer' else 0)
     assert len(converted.conversion_report.converted) == num_norms > 0 and not converted.conversion_report.kept
     assert sum(isinstance(m, PRepBN) for m in converted.modules()) == num_norms
     assert not [m for m in model.modules() if isinstance(m, PRepBN)], 'the model given is left alone'

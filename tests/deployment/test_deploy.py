@@ -240,10 +240,10 @@ def test_an_ffn_with_layer_scale_is_not_replaced():
     model.eval()
     images = torch.randn(1, 3, 64, 64)
     deployed = slab_det.deploy(model)
+    assert not any(isinstance(module, TiledFFN) for module in deployed.modules())
     assert relative_difference(deployed(images), model(images)) < 1e-5
-    # mmdet's block mixes dtypes.
-    with pytest.raises(DeploymentError, match='SwinTransformer does not run in torch.bfloat16'):
-        slab_det.deploy(model, torch.bfloat16)
+    # The attention alone is slab_det's, which runs in half precision; the trial of deploy compares the features.
+    assert slab_det.deploy(model, torch.bfloat16).deployment_check is not None
 
 
 class OwnFFN(FFN):

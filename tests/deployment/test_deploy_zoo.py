@@ -1,6 +1,7 @@
-"""A deployed detector runs in every dtype and finds the same, or deploy refuses it with the reason."""
+"""A deployed detector runs in every dtype and finds the same, or deploy refuses it with the reason, as a table says."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,14 @@ from conftest import SMALL_SWIN, differing
 from graph_cases import unmatched
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
-from zoo import ZOO, zoo_cfg
+from zoo import ZOO, shrunk, zoo_cfg
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.deployment.export import ExportError, build_graph
+from slab_det.deployment.gpu.box_kernels import FixedOperators
+from slab_det.deployment.gpu.static import StaticDetector
+from slab_det.deployment.heads import Unsupported
 from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -26,31 +31,76 @@ REFUSED = {
 }
 
 
+# The configs behind the table of docs/deploy.md, and the names of their detectors there.
+NAMES = {
+    'faster_rcnn/faster-rcnn_r50_fpn_1x_coco': 'Faster R-CNN',
+    'swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco': 'Mask R-CNN',
+    'cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco': 'Cascade R-CNN',
+    'cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco': 'Cascade Mask R-CNN',
+    'v3det/cascade_rcnn_swinb_fpn_8x4_sample1e-3_mstrain_v3det_2x': 'Cascade R-CNN of V3Det',
+    'grid_rcnn/grid-rcnn_r50_fpn_gn-head_2x_coco': 'Grid R-CNN',
+    'swin/retinanet_swin-t-p4-w7_fpn_1x_coco': 'RetinaNet',
+    'dyhead/atss_swin-l-p4-w12_fpn_dyhead_ms-2x_coco': 'ATSS',
+    'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco': 'FCOS',
+    'rtmdet/rtmdet_l_swin_b_4xb32-100e_coco': 'RTMDet',
+    'rtmdet/rtmdet-ins_s_8xb32-300e_coco': 'RTMDet-Ins',
+    'yolof/yolof_r50-c5_8xb8-1x_coco': 'YOLOF',
+    'v3det/deformable-detr-refine-twostage_swin_16xb2_sample1e-3_v3det_50e': 'Deformable DETR',
+    'dino/dino-5scale_swin-l_8xb2-12e_coco': 'DINO',
+    'ddq/ddq-detr-4scale_swinl_8xb2-30e_coco': 'DDQ DETR',
+    'mask2former/mask2former_swin-t-p4-w7-224_8xb2-lsj-50e_coco': 'Mask2Former',
+    'maskformer/maskformer_swin-l-p4-w12_64xb1-ms-300e_coco': 'MaskFormer',
+}
+PAGE = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
+
+
 def cfg_of(name):
     if name in ZOO:
         cfg = zoo_cfg(name)
-        if 'rcnn' in name:
-            heads = cfg.roi_head.bbox_head
-            for head in heads if isinstance(heads, list) else [heads]:
-                # V3Det has 13,204 classes.
-                head.num_classes = 20
-                if 'num_classes' in head.loss_cls:
-                    head.loss_cls.num_classes = 20
-            if cfg.roi_head.get('mask_head'):
-                cfg.roi_head.mask_head.num_classes = 20
-            cfg.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
-            cfg.test_cfg.rcnn.max_per_img = 10
-        return cfg
-    cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
-    out_indices = (3,) if cfg.type == 'YOLOF' else (0, 1, 2, 3)
-    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN'), 'out_indices': out_indices}
-    cfg.neck.in_channels = 64 if cfg.type == 'YOLOF' else [8, 16, 32, 64]
-    if 'rpn' in cfg.test_cfg:
+    else:
+        cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
+        cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
+        stages = {'YOLOF': (3,), 'RTMDet': (1, 2, 3)}.get(cfg.type, (0, 1, 2, 3))
+        cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN'), 'out_indices': stages}
+        channels = [8 * 2**stage for stage in stages]
+        cfg.neck.in_channels = channels[0] if cfg.type == 'YOLOF' else channels
+    if 'encoder' in cfg:
+        cfg.bbox_head.embed_dims = 32
+    if cfg.get('bbox_head', {}).get('type') == 'FCOSHead':
+        cfg.bbox_head.norm_cfg = dict(type='GN', num_groups=4)
+    if 'roi_head' in cfg:
+        heads = cfg.roi_head.bbox_head
+        for head in heads if isinstance(heads, list) else [heads]:
+            # V3Det has 13,204 classes.
+            head.num_classes = 20
+            if 'num_classes' in head.get('loss_cls', {}):
+                head.loss_cls.num_classes = 20
+        if cfg.roi_head.get('mask_head'):
+            cfg.roi_head.mask_head.num_classes = 20
+        if 'grid_head' in cfg.roi_head:
+            cfg.roi_head.grid_head.num_convs = 1
         cfg.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
         cfg.test_cfg.rcnn.max_per_img = 10
-        cfg.roi_head.bbox_head.fc_out_channels = 64
-        cfg.roi_head.grid_head.num_convs = 1
     return cfg
+
+
+def table_row(name, model, refused):
+    """The row of a detector in the table of docs/deploy.md, by what deploy and export do with it."""
+    if None in refused:
+        return f'| {name} | not deployed | | |'
+    try:
+        StaticDetector(model, FixedOperators())
+        graph = 'the whole detector'
+    except Unsupported:
+        graph = 'backbone and neck' if model.with_neck else 'backbone'
+    try:
+        build_graph(model)
+        file = 'the whole detector'
+    except ExportError:
+        build_graph(model, 'backbone')
+        file = 'backbone'
+    names = [str(dtype or torch.float32).partition('.')[2] for dtype in (None, *HALF) if dtype not in refused]
+    return f'| {name} | {graph} | {", ".join(names)} | {file} |'
 
 
 def predict(model, size=(64, 128)):
@@ -59,9 +109,7 @@ def predict(model, size=(64, 128)):
     return model.test_step(dict(inputs=[image], data_samples=[DetDataSample(metainfo=shape)]))[0]
 
 
-@pytest.mark.parametrize(
-    'name', [*ZOO, 'grid_rcnn/grid-rcnn_r50_fpn_gn-head_2x_coco', 'yolof/yolof_r50-c5_8xb8-1x_coco']
-)
+@pytest.mark.parametrize('name', dict.fromkeys((*ZOO, *NAMES)))
 @torch.no_grad()
 def test_a_detector_is_deployed_and_finds_the_same_or_is_refused_with_the_reason(name):
     torch.manual_seed(0)
@@ -75,8 +123,9 @@ def test_a_detector_is_deployed_and_finds_the_same_or_is_refused_with_the_reason
     except Exception:
         # The detector needs text or frames, or the sizes in its small config do not match.
         expected = None
+    refused = REFUSED.get(type(model).__name__, {})
     for dtype in (None, *HALF):
-        message = REFUSED.get(type(model).__name__, {}).get(dtype)
+        message = refused.get(dtype)
         if message is not None:
             with pytest.raises(DeploymentError, match=message):
                 slab_det.deploy(model, dtype)
@@ -91,3 +140,6 @@ def test_a_detector_is_deployed_and_finds_the_same_or_is_refused_with_the_reason
             found, wanted = found.pred_instances, expected.pred_instances
             assert len(wanted) and unmatched(found, wanted) <= 0.02, (len(found), len(wanted))
     assert not differing(model, before)
+    if name in NAMES:
+        row = table_row(NAMES[name], model, refused)
+        assert row in PAGE, f'docs/deploy.md lacks the row {row}'

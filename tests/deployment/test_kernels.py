@@ -122,8 +122,8 @@ def test_choice_of_anchors_and_candidates():
 def test_choice_of_scores_above_a_threshold():
     """The second level has fewer above the threshold than asked for, the third has none, and a NaN is not above."""
     levels = [torch.randn(30, device=DEVICE), torch.tensor([2.0, -3, torch.nan, 1], device=DEVICE) - 0.5]
-    levels.append(torch.full((5,), -9.0, device=DEVICE))
-    (scores, place), expected = (kind().best_above(levels, 3, 0.5) for kind in (FixedOperators, EagerOperators))
+    scored = [level.sigmoid() for level in (*levels, torch.full((5,), -9.0, device=DEVICE))]
+    (scores, place), expected = (kind().best_above(scored, 3, 0.5) for kind in (FixedOperators, EagerOperators))
     assert torch.equal(scores, expected[0]) and (scores > EMPTY).tolist() == [True] * 5 + [False] * 4
     assert torch.equal(place[:5], expected[1][:5]) and place[3:5].tolist() == [30, 33]
 

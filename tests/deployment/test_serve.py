@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import cv2
@@ -17,13 +21,15 @@ import torch
 from conftest import CONFIGS, SMALL_SWIN, as_trained
 from graph_cases import unmatched
 from mmdet.apis import inference_detector, init_detector
-from mmdet.registry import MODELS
+from mmdet.registry import MODELS, TRANSFORMS
 from mmdet.structures import DetDataSample
 from mmdet.structures.mask import encode_mask_results
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
+from pycocotools.mask import decode
+from setuptools.config.pyprojecttoml import read_configuration
 
 import slab_det
 from slab_det.checkpoints import build_detector
@@ -35,6 +41,7 @@ from slab_det.fusion import FusionError, save_fused
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
+EXAMPLES = CONFIGS.parent / 'examples'
 GENERATOR = np.random.default_rng(0)
 # Blobs of several pixels, in which detectors find objects.
 IMAGES = [
@@ -55,8 +62,8 @@ def files(module_run_cfg: Callable[..., Config], tmp_path_factory: pytest.TempPa
         layer.bias.data.zero_()
     folder = tmp_path_factory.mktemp('served')
     fused = slab_det.fuse(model)
-    # build_detector sets this too.
-    fused.dataset_meta = dict(classes=('a', 'b', 'c', 'd'))
+    # build_detector sets these too; the file says how its config resizes images.
+    fused.cfg, fused.dataset_meta = cfg, dict(classes=('a', 'b', 'c', 'd'))
     checkpoint, config = save_fused(fused, cfg, folder / 'fused.pth', fused.dataset_meta)
     export_onnx(fused, folder / 'model.onnx')
     return config, checkpoint, folder / 'model.onnx'
@@ -181,6 +188,143 @@ def test_functions_in_docs_give_the_results_of_load_detector(files, served):
             [functions['paste_mask'](*pair, *image.shape[:2]) for pair in zip(found['mask_logits'], boxes, strict=True)]
         )
         assert masks.any() and (masks != expected.masks.numpy()).mean() < 1e-5
+
+
+@pytest.mark.parametrize('runtime', ['onnxruntime', 'openvino'])
+def test_exported_file_is_served_without_slab_det(files, served, runtime):
+    pytest.importorskip(runtime)
+    example = runpy.run_path(str(EXAMPLES / 'serve_onnx.py'))
+    detector = example['Detector'](files[2], runtime, threads=1)
+    for image in IMAGES[:3]:
+        expected = served(runtime)(image).pred_instances
+        found = detector(cv2.imencode('.png', image)[1].tobytes())
+        assert len(found) > 5 and [entry['label'] for entry in found] == expected.labels.tolist()
+        assert [entry['name'] for entry in found] == ['abcd'[label] for label in expected.labels]
+        np.testing.assert_allclose([entry['box'] for entry in found], expected.bboxes, atol=1e-3)
+        np.testing.assert_allclose([entry['score'] for entry in found], expected.scores, atol=1e-5)
+        masks = np.stack([entry['mask'] for entry in found])
+        assert masks.any() and (masks != expected.masks.numpy()).mean() < 1e-5
+    with pytest.raises(ValueError, match='not an image'):
+        detector(b'no image')
+
+
+# Runs a program where slab_det and what it needs are not installed.
+WITHOUT = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(('slab_det', 'torch', 'mmengine', 'mmcv', 'mmdet', 'onnx')))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+def test_program_of_the_example_needs_nothing_of_slab_det(files, tmp_path):
+    detector = runpy.run_path(str(EXAMPLES / 'serve_onnx.py'))['Detector'](files[2], threads=1)
+    (tmp_path / 'photo.png').write_bytes(cv2.imencode('.png', IMAGES[0])[1])
+    found = detector((tmp_path / 'photo.png').read_bytes())
+    command = [EXAMPLES / 'serve_onnx.py', files[2], tmp_path / 'photo.png', '--min-score', found[1]['score']]
+    run = subprocess.run(
+        [sys.executable, '-c', WITHOUT, *map(str, command), '--threads', '1'], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    printed = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [entry['box'] for entry in printed] == [entry['box'] for entry in found[:2]]
+    assert [entry['mask_pixels'] for entry in printed] == [entry['mask'].sum() for entry in found[:2]]
+
+
+@pytest.mark.parametrize(('width', 'height', 'keep_ratio'), [(1333, 800, True), (77, 50, True), (64, 96, False)])
+def test_example_resizes_as_mmdet_does(width, height, keep_ratio):
+    prepare = runpy.run_path(str(EXAMPLES / 'serve_onnx.py'))['prepare']
+    resize = dict(type='Resize', scale=[width, height], keep_ratio=keep_ratio)
+    for image in IMAGES:
+        wanted = TRANSFORMS.build(dict(resize, scale=(width, height)))(dict(img=image, img_shape=image.shape[:2]))
+        pixels, factors = prepare(image, resize)
+        assert (pixels[0] == wanted['img'].transpose(2, 0, 1)).all()
+        np.testing.assert_allclose(factors, wanted['scale_factor'] * 2)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """A function: the application that ``python examples/serve.py`` with these arguments would serve."""
+    for package in ('fastapi', 'httpx', 'uvicorn'):
+        if find_spec(package) is None:
+            pytest.skip(f'{package} is not installed: make test installs it, or pip install -e ".[test]"')
+    import uvicorn
+
+    def make(*arguments: object) -> object:
+        served = []
+        monkeypatch.setattr(uvicorn, 'run', lambda app, host, port: served.append((app, host, port)))
+        monkeypatch.setattr('sys.argv', ['serve.py', *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / 'serve.py'), run_name='__main__')
+        ((app, host, port),) = served
+        assert (host, port) == ('127.0.0.1', 8000), 'reached from this machine alone'
+        return app
+
+    return make
+
+
+@pytest.mark.parametrize(('runtime', 'masks'), [('torch', 'full'), ('torch', 'rle'), ('onnxruntime', 'rle')])
+def test_server_answers_with_the_objects_of_load_detector(files, served, server, runtime, masks):
+    from fastapi.testclient import TestClient
+
+    weights, device = (files[1], ('--device', 'cpu')) if runtime == 'torch' else (files[2], ())
+    app = server(files[0], weights, '--runtime', runtime, '--masks', masks, '--threads', 1, *device)
+    with TestClient(app) as client:
+        assert client.get('/healthz').json() == dict(status='ok', classes=['a', 'b', 'c', 'd'])
+        for image in IMAGES[:2]:
+            expected = served(runtime)(image).pred_instances
+            content = cv2.imencode('.png', image)[1].tobytes()
+            answer = client.post('/detect', content=content).json()
+            assert (answer['height'], answer['width']) == image.shape[:2]
+            found = answer['detections']
+            assert len(found) > 5 and [entry['label'] for entry in found] == expected.labels.tolist()
+            assert [entry['name'] for entry in found] == ['abcd'[label] for label in expected.labels]
+            assert [entry['box'] for entry in found] == expected.bboxes.tolist()
+            assert [entry['score'] for entry in found] == expected.scores.tolist()
+            decoded = np.stack([decode(entry['mask']) for entry in found])
+            assert (decoded == expected.masks.numpy()).all()
+            few = client.post('/detect', params=dict(min_score=found[1]['score']), content=content).json()
+            assert few['detections'] == found[:2]
+
+
+def test_server_refuses_what_is_no_small_image_and_goes_on(files, server):
+    from fastapi.testclient import TestClient
+
+    content = cv2.imencode('.png', IMAGES[0])[1].tobytes()
+    app = server(files[0], files[1], '--device', 'cpu', '--max-megabytes', len(content) / 2**20)
+    with TestClient(app) as client:
+        # The second one says nothing of its length.
+        for large in (content + b' ', iter([content, b' '])):
+            answer = client.post('/detect', content=large)
+            assert answer.status_code == 413 and 'send a smaller one' in answer.json()['detail']
+        for bad, message in ((b'', 'empty'), (b'no image', 'not an image'), (content[:300], 'damaged')):
+            answer = client.post('/detect', content=bad)
+            assert answer.status_code == 422 and message in answer.json()['detail'], answer.json()
+        assert client.post('/detect', params=dict(min_score=2), content=content).status_code == 422
+        assert client.get('/detect').status_code == 405
+        with ThreadPoolExecutor(4) as pool:
+            answers = [*pool.map(lambda _: client.post('/detect', content=content).json(), range(8))]
+        assert answers[0]['detections'] and answers == answers[:1] * 8
+
+
+def test_server_does_not_start_without_a_detector(files, server, tmp_path):
+    from fastapi.testclient import TestClient
+
+    app = server(files[0], tmp_path / 'nowhere.pth')
+    with pytest.raises(CheckpointError, match='nowhere.pth'), TestClient(app):
+        pass
+
+
+def test_dockerfile_serves_what_is_there():
+    """No container runs here: the files, the flags and the extras that it names are there."""
+    text = (EXAMPLES / 'Dockerfile').read_text()
+    settings = read_configuration(CONFIGS.parent / 'pyproject.toml')['project']
+    (extras,) = re.findall(r'pip install --no-cache-dir "\.\[([\w,]+)\]"', text)
+    assert {*extras.split(',')} <= settings['optional-dependencies'].keys()
+    (entry,) = re.findall(r'^ENTRYPOINT (.*)$', text, re.MULTILINE)
+    program, script, *flags = json.loads(entry)
+    usage = (CONFIGS.parent / script).read_text()
+    assert program == 'python' and all(f"'{flag}'" in usage for flag in flags if flag.startswith('--'))
+    assert '/healthz' in text and "'/healthz'" in usage and 'EXPOSE 8000' in text and 'default=8000' in usage
 
 
 def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_path):

@@ -1,4 +1,4 @@
-"""StaticDetector, the function in a CUDA graph, finds what mmdet finds, bit for bit."""
+"""StaticDetector, the function in a CUDA graph, finds what mmdet finds, bit for bit, or refuses with the reason."""
 
 import os
 import random
@@ -8,6 +8,7 @@ import torch
 from graph_cases import CONFIGS, EagerOperators, build, noise
 
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
+from slab_det.deployment.heads import Unsupported
 from slab_det.deployment.masks import paste_masks
 
 SIZES = ((64, 96), (75, 102), (130, 66), (33, 47), (128, 224))
@@ -21,7 +22,7 @@ def test_static_detector_finds_what_mmdet_finds(kind):
     rng, num_exact = random.Random(0), 0
     for seed, size in enumerate((SIZES * NUM_MODELS)[:NUM_MODELS]):
         torch.manual_seed(seed)
-        ori_shape, model = (rng.randint(20, 200), rng.randint(20, 200)), build(kind, rng)
+        ori_shape, model = (rng.randint(20, 200), rng.randint(20, 200)), build(kind, rng, varied=seed > 0)
         data = model.data_preprocessor(noise(size, ori_shape), False)
         frame = measure_frame(data['data_samples'][0].metainfo)
         (count, exact), *found = StaticDetector(model, EagerOperators())(data['inputs'], frame)
@@ -36,3 +37,47 @@ def test_static_detector_finds_what_mmdet_finds(kind):
         for name, values in found.items():
             assert torch.equal(values, expected[name]), (seed, size, name)
     assert num_exact > NUM_MODELS / 2
+
+
+def subclass(part, **methods):
+    """Gives a part of a detector a subclass with these methods."""
+    part.__class__ = type('Other' + type(part).__name__, (type(part),), methods)
+
+
+def other(*arguments, **options):
+    raise AssertionError('not called')
+
+
+@pytest.mark.parametrize(
+    ('kind', 'change', 'reason'),
+    [
+        ('ATSS', lambda m: subclass(m.bbox_head, _bbox_post_process=other), 'ATSSHead as bbox_head, not OtherATSSHead'),
+        ('ATSS', lambda m: subclass(m.bbox_head, forward_single=other), 'ATSSHead as bbox_head, not OtherATSSHead'),
+        ('FCOS', lambda m: subclass(m.bbox_head, forward=other), 'FCOSHead as bbox_head, not OtherFCOSHead'),
+        ('RTMDet', lambda m: subclass(m.bbox_head, forward=other), 'RTMDetSepBNHead as bbox_head, not OtherRTMDet'),
+        ('RTMDet', lambda m: subclass(m.bbox_head.bbox_coder, decode=other), 'DistancePointBBoxCoder as bbox_coder'),
+        ('FCOS', lambda m: setattr(m.bbox_head, 'use_sigmoid_cls', False), 'a bbox_head with sigmoid scores'),
+        ('ATSS', lambda m: setattr(m.bbox_head.bbox_coder, 'use_box_type', True), 'boxes as tensors, without use_box'),
+        ('RTMDet', lambda m: m.bbox_head.test_cfg.nms.update(type='soft_nms'), 'plain NMS per class'),
+        ('Cascade R-CNN', lambda m: subclass(m.roi_head, _refine_roi=other), 'CascadeRoIHead as roi_head, not Other'),
+        ('Cascade R-CNN', lambda m: subclass(m.roi_head.bbox_head[1], regress_by_class=other), 'BBoxHead as bbox_head'),
+        (
+            'Cascade R-CNN',
+            lambda m: setattr(m.roi_head.bbox_head[0], 'num_classes', 7),
+            'of equal num_classes',
+        ),
+        (
+            'Cascade R-CNN',
+            lambda m: setattr(m.roi_head.bbox_head[2].bbox_coder, 'add_ctr_clamp', True),
+            'add_ctr_clamp',
+        ),
+        ('Cascade Mask R-CNN', lambda m: subclass(m.roi_head.mask_head[1], predict_by_feat=other), 'as mask_head'),
+        ('Cascade Mask R-CNN', lambda m: subclass(m.roi_head, predict_mask=other), 'CascadeRoIHead as roi_head, not'),
+    ],
+)
+def test_a_head_that_computes_something_else_is_refused(kind, change, reason):
+    model = build(kind, random.Random(0))
+    StaticDetector(model, EagerOperators())
+    change(model)
+    with pytest.raises(Unsupported, match=reason):
+        StaticDetector(model, EagerOperators())

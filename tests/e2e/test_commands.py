@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import differing
 
+from slab_det.cli.screen import DUMPS, EVALUATION
 from slab_det.measure.report_file import read_report
 
 
@@ -25,15 +26,23 @@ def dump_without_folder(cfg, path: Path) -> None:
     cfg.dump(path)
 
 
-def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
-    dump_without_folder(small_run_cfg('unused', max_iters=2), tmp_path / 'small.py')
-    run('train.py small.py --work-dir run')
+def test_train_test_fuse_measure_and_report(small_run_cfg, call, run, tmp_path):
+    cfg = small_run_cfg('unused', max_iters=2)
+    cfg.default_hooks.logger.interval = 1
+    dump_without_folder(cfg, tmp_path / 'small.py')
+    printed = call('train.py', 'small.py', '--work-dir', 'run')
+    preamble, _, after = printed.out.partition('Iter(train)')
+    assert len((preamble + printed.err).splitlines()) <= 60, preamble + printed.err
+    assert re.search('Iter\\(val\\).*coco/bbox_mAP', after) and 'Recalibrated: coco/bbox_mAP' in after
+    (log,) = (tmp_path / 'run').glob('*/*.log')
+    for text in (*DUMPS, *EVALUATION, 'creating index', 'Average Precision'):
+        assert text not in printed.out and text in log.read_text(), text
     checkpoint = 'run/iter_2.pth'
     rounds = '--rounds 3 --warmup 1'
     for model in (f'small.py {checkpoint}', 'run/fused_config.py run/fused.pth'):
         report = '--work-dir tested --report run/report.json --show-dir drawn --latency'
         screen = run(f'test.py {model} {report} {rounds}')
-        assert re.search(r'\| ms \|.*box AP', screen)
+        assert re.search(r'\| ms \|.*box AP', screen) and not [text for text in DUMPS if text in screen]
         assert [*Path(re.search('Predictions drawn in (.*)', screen)[1]).iterdir()]
 
     entries = {entry.variant: entry for entry in read_report(tmp_path / 'run' / 'report.json')}

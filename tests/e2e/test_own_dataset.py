@@ -1,4 +1,4 @@
-"""docs/your-dataset.md as a reader follows it: the folder, the config, the commands, and a picture."""
+"""docs/get-started.md as a reader follows it: the folder, the config, the commands, and a picture."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from mmengine.config import Config
 import slab_det
 from slab_det.measure.report_file import read_report
 
-PAGE = (CONFIGS.parent / 'docs' / 'your-dataset.md').read_text()
+PAGE = (CONFIGS.parent / 'docs' / 'get-started.md').read_text().partition('## Your own dataset')[2]
 
 
 def blocks(language: str) -> list[str]:

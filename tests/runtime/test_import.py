@@ -12,7 +12,7 @@ from slab_det.runtime.ops import TorchvisionOps
 
 ROOT = Path(__file__).parents[2]
 
-# Compares modules, classes and registries of the four libraries before and after the import.
+# Compares modules, classes and registries of the libraries before and after the import.
 CHECK = """
 import os, sys, warnings
 from importlib.machinery import ModuleSpec
@@ -30,12 +30,12 @@ if WITH_OPERATORS:
     sys.modules['mmcv._ext'].__spec__ = ModuleSpec('mmcv._ext', loader=None)
     import mmdet.apis, mmdet.datasets, mmdet.evaluation, mmdet.models
 import mmengine.infer, mmengine.runner, torch._dynamo, torch.distributed, torch.onnx, torch.utils.checkpoint
-import mmdet.registry
+import mmdet.registry, pycocotools.coco, pycocotools.cocoeval
 # torchvision registers operators of its own with torch.onnx.
 import torchvision
 from mmengine.registry import Registry
 
-LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet')
+LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet', 'pycocotools')
 
 def library_state():
     found = {}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.pvt import SpatialReductionAttention
-from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.models.layers import PatchEmbed
-from mmdet.models.layers import PatchMerging as MmdetPatchMerging
 from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
+from slab_det.backbones.adopt import adopt, why_not_adopted
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
 from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.replacements import is_plain_linear, replace_layers
 from slab_det.deployment.window_index import WindowIndex
-from slab_det.fusion.folds import CannotFold
-from slab_det.fusion.stock_mmdet import own_attention, own_map_attention
 from slab_det.runtime.errors import ExportError
 
 
@@ -42,10 +38,13 @@ def make_size_free(model: nn.Module) -> None:
     """Replaces, in place, every module whose trace would only be correct for one image size.
 
     Raises:
-        ExportError: If a patch embedding or patch merging has no export form.
+        ExportError: If a block, a patch embedding or a patch merging of mmdet has no export form.
     """
-    replace_layers(model, _export_form)
-    for module in list(model.modules()):
+    adopt(model)
+    replace_layers(model, deployed_merging)
+    for name, module in list(model.named_modules()):
+        if reason := why_not_adopted(module):
+            raise ExportError(f'{name} has no export form: {reason}')
         if isinstance(module, PatchEmbed) and module.adap_padding is not None:
             stride = module.projection.stride
             if module.adap_padding.padding != 'corner' or module.projection.kernel_size != stride:
@@ -60,21 +59,3 @@ def make_size_free(model: nn.Module) -> None:
                 setattr(module.w_msa, name, _rows_linear(layer) or layer)
         if isinstance(module, PatchMerging | FFN | LinearFFN):
             replace_layers(module, _rows_linear)
-
-
-def _export_form(layer: nn.Module) -> nn.Module | None:
-    """The export form of an mmdet attention or of a patch merging; None for every other layer."""
-    if isinstance(layer, PatchMerging | MmdetPatchMerging):
-        merging = deployed_merging(layer)
-        if merging is None and isinstance(layer, MmdetPatchMerging):
-            raise ExportError(
-                'the patch merging of this mmdet Swin has no export form: it has no 2x2 blocks, or a norm of its own'
-            )
-        return merging
-    own = {ShiftWindowMSA: own_attention, SpatialReductionAttention: own_map_attention}.get(type(layer))
-    if own is None:
-        return None
-    try:
-        return own(layer)
-    except CannotFold as reason:
-        raise ExportError(f'a {type(layer).__name__} has no export form: {reason}') from reason

@@ -71,7 +71,7 @@ class DetectorGraph(BackboneGraph):
         limits = torch._shape_as_tensor(image)[[3, 2, 3, 2]].to(image.dtype)
         features = self.detector.extract_feat(self._preprocess(image))
         found = self.family.detect(features, Frame(limits), self.score_thr)
-        masks = (found.mask_logits,) if self.family.has_masks else ()
+        masks = (found.mean_mask_logits(),) if self.family.has_masks else ()
         return found.corners, found.scores, found.labels, *masks
 
     def metadata(self) -> dict:

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 import torchvision
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor
 
-from slab_det.deployment.box_operators import EMPTY, BoxOperators, map_levels, set_apart
+from slab_det.deployment.box_operators import EMPTY, BoxOperators, PriorGenerator, map_levels, set_apart
 
 
 class DynamicOperators(BoxOperators):
     """Box operators for any number of boxes, built from operators that ONNX has."""
 
-    def priors(self, generator: AnchorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
+    def priors(self, generator: PriorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
         return torch.cat(generator.grid_priors(sizes, like.dtype, like.device))
 
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,13 +33,12 @@ class DynamicOperators(BoxOperators):
 
     def best_above(self, levels: Sequence[Tensor], count: int, score_thr: Tensor) -> tuple[Tensor, Tensor]:
         found, start = [], 0
-        for logits in levels:
-            scores = logits.sigmoid()
+        for scores in levels:
             above = _nonzero(scores > score_thr)
             size = torch._shape_as_tensor(above)[0]
-            scores, order = scores[above].topk(torch.minimum(size, torch.tensor(count)))
-            found.append((scores, above[order] + start))
-            start = start + torch._shape_as_tensor(logits)[0]
+            best, order = scores[above].topk(torch.minimum(size, torch.tensor(count)))
+            found.append((best, above[order] + start))
+            start = start + torch._shape_as_tensor(scores)[0]
         scores, place = (torch.cat(column) for column in zip(*found, strict=True))
         return scores, place
 

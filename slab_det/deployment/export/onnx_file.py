@@ -6,7 +6,7 @@ import io
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -19,10 +19,10 @@ import slab_det
 from slab_det.compare.features import input_channels
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DetectorGraph
-from slab_det.deployment.export.runtime import METADATA_KEY, find_resize, import_extra
+from slab_det.deployment.export.runtime import METADATA_KEY, crop_to_multiples, find_resize, import_extra
 from slab_det.deployment.export.settings import describe_preprocessor
-from slab_det.fusion.folds import find_hooks
 from slab_det.norms import named_offline_norms
+from slab_det.norms.folds import find_hooks
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.modes import is_deployed
@@ -35,6 +35,8 @@ SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 OPSET = 17
 # Small, because tracing runs the model; sides are not multiples of a window or a stride.
 TRACED_SIZE = (161, 227)
+# Necks that double a map and join it with the next take images of such multiples only.
+DIVISORS = (1, 32)
 
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
@@ -54,7 +56,7 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
 
 @torch.no_grad()
 def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') -> None:
-    """Writes a detector as ONNX, for images of any height and width, batch 1.
+    """Writes a detector as ONNX, for images of any height and width that the detector takes, batch 1.
 
     Args:
         detector: A detector in eval mode; export fuses its offline norms in a copy.
@@ -72,8 +74,8 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     # Before minutes of tracing.
     dataset_meta = _to_json(getattr(detector, 'dataset_meta', None))
     graph = build_graph(detector, scope).float()
-    shape, buffer = (1, input_channels(detector), *TRACED_SIZE), io.BytesIO()
-    image = torch.rand(shape, dtype=torch.float32) * 255
+    image, divisor = _traced_image(graph, input_channels(detector))
+    buffer = io.BytesIO()
     try:
         with _tracer_workarounds():
             # The tracer takes seconds for a Swin-T; torch.export takes minutes, because every operator simplifies its
@@ -100,7 +102,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
         version=slab_det.__version__,
         scope=scope,
         dataset_meta=dataset_meta,
-        **_describe_input(detector),
+        **_describe_input(detector, divisor),
         **graph.metadata(),
     )
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
@@ -129,14 +131,27 @@ def _to_json(meta: dict | None) -> dict | None:
         raise ExportError(f'dataset_meta cannot be stored in the file: {error}; remove the entry') from error
 
 
-def _describe_input(detector: nn.Module) -> dict:
+def _traced_image(graph: nn.Module, channels: int) -> tuple[Tensor, int]:
+    """A small noise image that the graph takes, and the number of which its sides must be multiples."""
+    image = torch.rand((1, channels, *TRACED_SIZE), dtype=torch.float32) * 255
+    for divisor in DIVISORS:
+        found = crop_to_multiples(image, divisor)
+        with suppress(RuntimeError):
+            graph(found)
+            return found, divisor
+    # Tracing raises the error.
+    return image, 1
+
+
+def _describe_input(detector: nn.Module, divisor: int) -> dict:
     """The metadata about the input image, and about the preprocessing inside the graph."""
     resize = None
     # build_detector stores the config here, as mmdet's init_detector does.
     cfg = getattr(detector, 'cfg', {})
     if cfg.get('test_dataloader') or cfg.get('val_dataloader'):
         resize = find_resize(inference_steps(cfg))
-    image = dict(channel_order='gray' if input_channels(detector) == 1 else 'BGR', range=[0, 255], resize=resize)
+    order = 'gray' if input_channels(detector) == 1 else 'BGR'
+    image = dict(channel_order=order, range=[0, 255], resize=resize, size_divisor=divisor)
     return dict(image=image, **describe_preprocessor(detector.data_preprocessor))
 
 

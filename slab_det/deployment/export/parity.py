@@ -19,7 +19,7 @@ from slab_det.compare.difference import (
 )
 from slab_det.deployment.export.detector import DetectorGraph
 from slab_det.deployment.export.onnx_file import build_graph
-from slab_det.deployment.export.runtime import Run, Runtime
+from slab_det.deployment.export.runtime import Run, Runtime, crop_to_multiples
 from slab_det.runtime.errors import ExportError
 
 # Multiples of 32 and others, small and large, portrait and landscape.
@@ -52,7 +52,7 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     Args:
         detector: The detector, in eval mode.
         runtime: The file.
-        images: (1, C, H, W), float32, 0 to 255; sizes should differ.
+        images: (1, C, H, W), float32, 0 to 255; sizes should differ. They are cropped to sizes that the file takes.
 
     Raises:
         ExportError: If a weight or an output is not finite, an output is missing or has another shape, a difference is
@@ -62,7 +62,9 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     graph64, checks = copy.deepcopy(graph).double(), []
     # A backbone has no score threshold, and would be loaded twice.
     run_all = runtime.with_threshold(0.0) if isinstance(graph, DetectorGraph) else None
+    divisor = runtime.metadata['image'].get('size_divisor', 1)
     for image in images:
+        image = np.ascontiguousarray(crop_to_multiples(image, divisor))
         check = _check_image(graph, graph64, runtime.run, run_all, torch.from_numpy(image))
         if check.conclusive and not check.same:
             raise ExportError(
@@ -86,14 +88,17 @@ def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run | 
         # NMS keeps the same best detections at every score threshold.
         everything = _outputs(graph, run_all, image)
         score_thr = graph.family.score_thr
+        found = _above(score_thr, found) if graph.family.lowers_scores else found
         *_, unmatched = match_detections(found, _above(score_thr, everything), side)
         score_thr = min([score_thr, *(0.999 * everything[1][:MIN_DETECTIONS][-1:]).tolist()])
         found = _above(score_thr, everything)
         for module in (graph, graph64):
             module.score_thr.fill_(score_thr)
-    reference = graph64(image.double())
+    reference, rounded = graph64(image.double()), graph(image)
+    if run_all is not None:
+        reference, rounded = _above(score_thr, reference), _above(score_thr, rounded)
     difference, unmatched, _ = _compare(found, reference, side, unmatched)
-    rounding, _, num_values = _compare(graph(image), reference, side)
+    rounding, _, num_values = _compare(rounded, reference, side)
     what += f' ({unmatched:.1%} unmatched)' if side else ''
     return ParityCheck(what, num_values, difference, rounding, accepted_difference(rounding, torch.float32))
 

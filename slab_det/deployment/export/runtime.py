@@ -39,6 +39,12 @@ def find_resize(steps: Sequence[dict]) -> dict | None:
     return step and json.loads(json.dumps(dict(step, type=type_name(step['type']))))
 
 
+def crop_to_multiples(image: np.ndarray | Tensor, divisor: int) -> np.ndarray | Tensor:
+    """Crops an image (..., H, W) to the largest multiples of ``divisor``."""
+    height, width = (side // divisor * divisor for side in image.shape[-2:])
+    return image[..., :height, :width]
+
+
 def import_extra(name: str) -> ModuleType:
     """Imports a package of the extra 'onnx' or 'openvino'.
 
@@ -160,9 +166,21 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     # OpenVINO may call an output by the name of its operator.
     names = [output.name for output in model.graph.output]
 
+    divisor = metadata['image'].get('size_divisor', 1)
+
     def load(source: str | bytes) -> Run:
         run = RUNTIMES[runtime](source, threads, precision)
-        return lambda image: dict(zip(names, run(image), strict=True))
+
+        def run_named(image: np.ndarray) -> dict[str, np.ndarray]:
+            height, width = image.shape[2:]
+            if height % divisor or width % divisor:
+                raise ExportError(
+                    f'{path} takes images whose sides are multiples of {divisor}, as its detector does, not {height}x'
+                    f'{width}: set pad_size_divisor={divisor} in the data_preprocessor of its config, and export again'
+                )
+            return dict(zip(names, run(image), strict=True))
+
+        return run_named
 
     def with_threshold(score_thr: float) -> Run:
         model = onnx.load(path)

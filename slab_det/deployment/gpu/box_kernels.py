@@ -9,10 +9,17 @@ from collections.abc import Sequence
 
 import torch
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
 
-from slab_det.deployment.box_operators import EMPTY, MAX_LOG_RATIO, BoxOperators, anchors, map_levels, numbers
+from slab_det.deployment.box_operators import (
+    EMPTY,
+    MAX_LOG_RATIO,
+    BoxOperators,
+    PriorGenerator,
+    anchors,
+    map_levels,
+    numbers,
+)
 from slab_det.deployment.gpu.kernels import triton
 
 # The most boxes, over all classes, that NMS reads. A CUDA graph reports whether more boxes passed the threshold.
@@ -242,7 +249,7 @@ if triton is not None:
 class FixedOperators(BoxOperators):
     """Box operators as kernels on float32 tensors of fixed shapes, which never wait for the GPU."""
 
-    def priors(self, generator: AnchorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
+    def priors(self, generator: PriorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
         return anchors(generator, tuple(sizes), like.device)
 
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,8 +48,8 @@ class GraphCache:
 
     Args:
         function: Returns a tuple of tensors, and must not wait for the GPU.
-        model: The module that the function runs. Its graphs keep the memory of its weights, so that a model that has
-            moved finds other addresses, and no graph of the old ones.
+        model: The module that the function runs. Each graph keeps the memory of the weights that it reads, even after
+            the model has moved: no later weight gets an address that an old graph knows.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], model: nn.Module | None = None) -> None:

@@ -39,7 +39,7 @@ class StaticDetector:
         """
         frame, family = Frame(*frame), self.family
         found = family.detect(family.detector.extract_feat(image), frame, family.score_thr)
-        masks = (found.mask_logits.sigmoid(),) if family.has_masks else ()
+        masks = (found.mask_probabilities(),) if family.has_masks else ()
         summary = torch.stack([(found.scores > EMPTY).sum(), found.exact.long()])
         return summary, found.corners, found.scores, found.labels, *masks
 

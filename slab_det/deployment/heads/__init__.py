@@ -2,11 +2,15 @@
 
 from torch import nn
 
-from slab_det.deployment.heads.base import Family, Frame, Objects, Unsupported, require
+from slab_det.deployment.heads.atss import ATSS
+from slab_det.deployment.heads.base import Family, Frame, Objects, Unsupported, nearest_base, require
+from slab_det.deployment.heads.cascade import Cascade
+from slab_det.deployment.heads.fcos import FCOS
 from slab_det.deployment.heads.retinanet import RetinaNet
+from slab_det.deployment.heads.rtmdet import RTMDet
 from slab_det.deployment.heads.two_stage import TwoStage
 
-FAMILIES: tuple[type[Family], ...] = (TwoStage, RetinaNet)
+FAMILIES: tuple[type[Family], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCOS, RTMDet)
 
 __all__ = ['FAMILIES', 'Objects', 'Family', 'Frame', 'Unsupported', 'find_family', 'require']
 
@@ -17,8 +21,20 @@ def find_family(detector: nn.Module) -> type[Family]:
     Raises:
         Unsupported: If no family does.
     """
-    for family in FAMILIES:
-        if isinstance(detector, family.base) and type(detector).predict is family.base.predict:
-            return family
-    bases = ' or '.join(family.base.__name__ for family in FAMILIES)
-    raise Unsupported(f'a graph of detections needs a detector that predicts as {bases} does')
+    families = [family for family in FAMILIES if _predicts_as(detector, family.base)]
+    if not families:
+        bases = ' or '.join(dict.fromkeys(family.base.__name__ for family in FAMILIES))
+        raise Unsupported(f'a graph of detections needs a detector that predicts as {bases} does')
+    name = families[0].part
+    of_class = {base: family for family in families for base in family.heads}
+    head = getattr(detector, name, None)
+    # Heads of one family may derive from heads of another.
+    base = nearest_base(head, of_class)
+    if base is None:
+        known = ' or '.join(base.__name__ for base in of_class)
+        raise Unsupported(f'a graph needs {known} as {name}, not {type(head).__name__}')
+    return of_class[base]
+
+
+def _predicts_as(detector: nn.Module, base: type[nn.Module]) -> bool:
+    return isinstance(detector, base) and type(detector).predict is base.predict

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
 from torch import Tensor, nn
 
@@ -45,14 +47,29 @@ class Objects(NamedTuple):
         scores: (n,), ``EMPTY`` in empty places.
         labels: (n,).
         exact: Whether ``predict`` of the detector finds the same; None if the operators have no empty places.
-        mask_logits: (n, 28, 28); None for a family without masks.
+        mask_logits: (n, 28, 28) of each stage, whose probabilities have a mean; none for a family without masks.
     """
 
     corners: Tensor
     scores: Tensor
     labels: Tensor
     exact: Tensor | None
-    mask_logits: Tensor | None = None
+    mask_logits: tuple[Tensor, ...] = ()
+
+    def mask_probabilities(self) -> Tensor:
+        """Returns the mean of the probabilities of all stages, (n, 28, 28)."""
+        first, *others = (logits.sigmoid() for logits in self.mask_logits)
+        return torch.stack([first, *others]).mean(0) if others else first
+
+    def mean_mask_logits(self) -> Tensor:
+        """Returns the logits of :meth:`mask_probabilities`, (n, 28, 28); large ones do not overflow."""
+        if len(self.mask_logits) == 1:
+            return self.mask_logits[0]
+        logits = torch.stack(self.mask_logits)
+        # log p - log (1 - p), of p = mean(sigmoid(logits)): a mean of exponentials, relative to the largest.
+        logs = F.logsigmoid(logits), F.logsigmoid(-logits)
+        inside, outside = (top + (x - top).exp().mean(0).log() for x in logs for top in (x.amax(0),))
+        return inside - outside
 
 
 class Family(ABC):
@@ -68,8 +85,11 @@ class Family(ABC):
     Attributes:
         name: Stands in exported files.
         base: The class of mmdet whose ``predict`` the detectors of this family have.
+        part: The part of a detector that tells its family, 'roi_head' or 'bbox_head'.
+        heads: The classes of mmdet as one of which this part predicts.
         stored: The settings that an exported file stores: those of each part of ``test_cfg`` that change detections,
             with mmdet's defaults. The last part makes the detections; '' is ``test_cfg`` itself.
+        lowers_scores: Whether objects may have lower scores than ``score_thr``, by factors that come after it.
         predictors: Names of the last layers, which predict boxes and masks: an int8 file keeps them in float32.
 
     Raises:
@@ -78,8 +98,11 @@ class Family(ABC):
 
     name: ClassVar[str]
     base: ClassVar[type[nn.Module]]
+    part: ClassVar[str]
+    heads: ClassVar[tuple[type[nn.Module], ...]]
     stored: ClassVar[dict[str, dict[str, Any]]]
     predictors: ClassVar[tuple[str, ...]]
+    lowers_scores: ClassVar[bool] = False
 
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         self.detector, self.operators = detector, operators
@@ -137,13 +160,23 @@ class Family(ABC):
         return self.test_cfgs[-1]['mask_thr_binary']
 
 
+def nearest_base(part: object, bases: Iterable[type]) -> type | None:
+    """Returns the class in ``bases`` that ``part`` is an instance of; of two such classes, the derived one."""
+    return next((base for base in type(part).__mro__ if base in bases), None)
+
+
 def find_part(owner: nn.Module, name: str, base: type, methods: Iterable[str] = ()) -> Any:
     """Returns a part of ``owner``; raises :class:`Unsupported` if it is no ``base`` or overrides one of ``methods``."""
     part = getattr(owner, name, None)
+    check_part(part, name, base, methods)
+    return part
+
+
+def check_part(part: object, name: str, base: type, methods: Iterable[str] = ()) -> None:
+    """Raises :class:`Unsupported` unless ``part`` is a ``base`` that overrides none of ``methods``."""
     same = (getattr(type(part), method) is getattr(base, method) for method in methods)
     if not isinstance(part, base) or not all(same):
         raise Unsupported(f'a graph needs {base.__name__} as {name}, not {type(part).__name__}')
-    return part
 
 
 def require(what: str, given: bool) -> None:
@@ -152,11 +185,15 @@ def require(what: str, given: bool) -> None:
         raise Unsupported(f'a graph of detections needs {what}')
 
 
-def check_boxes(name: str, head: nn.Module, cfg: dict) -> None:
-    """Raises :class:`Unsupported` unless a head decodes deltas, and suppresses boxes per class, as the operators do."""
+def check_nms(name: str, cfg: dict) -> None:
+    """Raises :class:`Unsupported` unless a head with this ``test_cfg`` suppresses boxes as the operators do."""
     nms = cfg.get('nms') or {}
     plain = type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
     known = {'iou_threshold'} <= {*nms} <= NMS_OPTIONS
     require(f'plain NMS per class in the test_cfg of the {name}', plain and known)
+
+
+def check_deltas(head: nn.Module) -> None:
+    """Raises :class:`Unsupported` unless a head decodes deltas as the operators do."""
     coder = find_part(head, 'bbox_coder', DeltaXYWHBBoxCoder, ('decode',))
     require('bbox_coders without add_ctr_clamp', not coder.add_ctr_clamp)

@@ -23,7 +23,9 @@ from slab_det.deployment.heads.base import (
     Family,
     Frame,
     Objects,
-    check_boxes,
+    check_deltas,
+    check_nms,
+    check_part,
     find_part,
     require,
 )
@@ -39,6 +41,8 @@ class TwoStage(Family):
 
     name = 'two_stage'
     base = TwoStageDetector
+    part = 'roi_head'
+    heads = (StandardRoIHead,)
     stored = {
         'rpn': dict(nms_pre=-1, min_bbox_size=-1, max_per_img=None, nms=None),
         'rcnn': dict(score_thr=None, max_per_img=None, nms=None),
@@ -47,15 +51,45 @@ class TwoStage(Family):
 
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         super().__init__(detector, operators)
-        _check(detector)
-        roi_head = detector.roi_head
-        self.rpn, self.box_head = RPN(detector.rpn_head, fused), BoxHead(roi_head.bbox_head, fused)
-        self.mask_head = MaskHead(roi_head.mask_head, fused) if detector.with_mask else None
+        self.check()
+        self.rpn = RPN(detector.rpn_head, fused)
+        self.box_heads = [BoxHead(head, fused) for head in self.stages('bbox_head')]
+        self.mask_heads = [MaskHead(head, fused) for head in self.stages('mask_head')] if self.has_masks else []
+
+    def check(self) -> None:
+        """Raises :class:`Unsupported` unless the family computes what ``predict`` of the detector computes."""
+        rpn_head = find_part(self.detector, 'rpn_head', RPNHead, DENSE_PREDICTION)
+        roi_head = find_part(self.detector, 'roi_head', self.heads[0], ROI_PREDICTION)
+        find_part(rpn_head, 'prior_generator', AnchorGenerator)
+        require('an rpn_head with sigmoid scores', rpn_head.use_sigmoid_cls)
+        require('a positive max_per_img in test_cfg.rpn', rpn_head.test_cfg.max_per_img > 0)
+        require('a roi_head without shared_head', not roi_head.with_shared_head)
+        for head in self.stages('bbox_head'):
+            check_part(head, 'bbox_head', BBoxHead, BOX_PREDICTION)
+            require('a bbox_head with softmax and box regression', not head.custom_cls_channels and head.with_reg)
+        for name, cfg in (('rpn_head', rpn_head.test_cfg), ('bbox_head', roi_head.test_cfg)):
+            check_nms(name, cfg)
+        for head in (rpn_head, *self.stages('bbox_head')):
+            check_deltas(head)
+        if self.has_masks:
+            for head in self.stages('mask_head'):
+                check_part(head, 'mask_head', FCNMaskHead, MASK_PREDICTION)
+            require('a mask_thr_binary of at least 0 in test_cfg.rcnn', roi_head.test_cfg.mask_thr_binary >= 0)
+        for name in self.extractor_names:
+            for extractor in self.stages(name):
+                check_part(extractor, name, SingleRoIExtractor)
+                pools = [getattr(layer, 'pool_mode', '') for layer in extractor.roi_layers]
+                require("roi_layers of pool_mode='avg'", {*pools} == {'avg'})
+
+    def stages(self, name: str) -> list[nn.Module]:
+        """Returns a part of the RoI head, of each of its stages."""
+        part = getattr(self.detector.roi_head, name, None)
+        return [*part] if isinstance(part, nn.ModuleList) else [part]
 
     def check_fixed(self) -> None:
         # Kernels of NMS count pairs of anchors in 32 bits.
         require('a positive nms_pre in test_cfg.rpn', self.detector.rpn_head.test_cfg.get('nms_pre', -1) > 0)
-        extractors = [getattr(self.detector.roi_head, name) for name in _extractor_names(self.detector)]
+        extractors = [extractor for name in self.extractor_names for extractor in self.stages(name)]
         require('square RoIAlign with sampling_ratio=0 on up to four levels', all(map(can_pool, extractors)))
 
     @property
@@ -66,6 +100,10 @@ class TwoStage(Family):
     def has_masks(self) -> bool:
         return self.detector.with_mask
 
+    @property
+    def extractor_names(self) -> tuple[str, ...]:
+        return ('bbox_roi_extractor', 'mask_roi_extractor')[: 1 + self.has_masks]
+
     def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         proposals = self.propose(features, frame.limits)
         is_number = self.operators.is_number(proposals[1])
@@ -74,9 +112,9 @@ class TwoStage(Family):
             exact = exact & is_number
         if not self.has_masks:
             return Objects(corners, scores, labels, exact)
-        regions, order = self.operators.pool(self.detector.roi_head.mask_roi_extractor, features, corners, scores)
+        mask_logits = self.find_masks(features, corners, scores, labels)
         in_image = corners if frame.scale is None else corners / frame.scale
-        return Objects(in_image, scores, labels, exact, self.mask_head(regions, labels, order))
+        return Objects(in_image, scores, labels, exact, mask_logits)
 
     def propose(self, features: Sequence[Tensor], limits: Tensor) -> tuple[Tensor, Tensor]:
         """Makes proposals: decodes the best anchors of each level, and applies NMS per level.
@@ -118,11 +156,8 @@ class TwoStage(Family):
             Corners, scores, labels, and whether mmdet would return the same (see :class:`Objects`). With masks,
             corners are in the pixels of the image, and otherwise in the original image.
         """
-        operators, roi_head = self.operators, self.detector.roi_head
-        head = roi_head.bbox_head
-        regions, order = operators.pool(roi_head.bbox_roi_extractor, features, *proposals)
-        logits, deltas = self.box_head(regions)
-        proposed, found = proposals if order is None else (values[order] for values in proposals)
+        operators, head = self.operators, self.stages('bbox_head')[-1]
+        proposed, found, logits, deltas = self.regress(features, *proposals, frame.limits)
         scores = operators.class_scores(logits, found, score_thr)
         classes = head.num_classes
         deltas = deltas.reshape(-1, 1 if head.reg_class_agnostic else classes, 4)
@@ -134,29 +169,34 @@ class TwoStage(Family):
             corners = corners.expand(-1, classes, 4)
         return self.choose(scores.reshape(-1), corners.reshape(-1, 4), lambda place: place % classes)
 
+    def regress(
+        self, features: Sequence[Tensor], boxes: Tensor, scores: Tensor, limits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Computes the logits and deltas of proposals, whose order may change.
 
-def _check(detector: nn.Module) -> None:
-    """Raises unless :class:`TwoStage` computes what ``detector.predict`` computes."""
-    rpn_head = find_part(detector, 'rpn_head', RPNHead, DENSE_PREDICTION)
-    roi_head = find_part(detector, 'roi_head', StandardRoIHead, ROI_PREDICTION)
-    bbox_head = find_part(roi_head, 'bbox_head', BBoxHead, BOX_PREDICTION)
-    find_part(rpn_head, 'prior_generator', AnchorGenerator)
-    require('an rpn_head with sigmoid scores', rpn_head.use_sigmoid_cls)
-    require('a positive max_per_img in test_cfg.rpn', rpn_head.test_cfg.max_per_img > 0)
-    require('a roi_head without shared_head', not roi_head.with_shared_head)
-    require('a bbox_head with softmax and box regression', not bbox_head.custom_cls_channels and bbox_head.with_reg)
-    check_boxes('rpn_head', rpn_head, rpn_head.test_cfg)
-    check_boxes('bbox_head', bbox_head, roi_head.test_cfg)
-    if detector.with_mask:
-        find_part(roi_head, 'mask_head', FCNMaskHead, MASK_PREDICTION)
-        require('a mask_thr_binary of at least 0 in test_cfg.rcnn', roi_head.test_cfg.mask_thr_binary >= 0)
-    for name in _extractor_names(detector):
-        layers = find_part(roi_head, name, SingleRoIExtractor).roi_layers
-        require("roi_layers of pool_mode='avg'", all(getattr(layer, 'pool_mode', '') == 'avg' for layer in layers))
+        Args:
+            features: The maps of the neck.
+            boxes: Corners of the proposals, (n, 4).
+            scores: Their scores, (n,).
+            limits: The image's (width, height, width, height).
 
+        Returns:
+            The boxes that the deltas refer to (n, 4); the scores of the proposals (n,); logits (n, classes + 1); deltas
+            (n, 4) or (n, 4 classes).
+        """
+        (extractor,) = self.stages('bbox_roi_extractor')
+        regions, order = self.operators.pool(extractor, features, boxes, scores)
+        if order is not None:
+            boxes, scores = boxes[order], scores[order]
+        return boxes, scores, *self.box_heads[0](regions)
 
-def _extractor_names(detector: nn.Module) -> tuple[str, ...]:
-    return ('bbox_roi_extractor', 'mask_roi_extractor')[: 1 + detector.with_mask]
+    def find_masks(
+        self, features: Sequence[Tensor], corners: Tensor, scores: Tensor, labels: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Computes the mask logits (n, 28, 28) of boxes, in each stage."""
+        (extractor,) = self.stages('mask_roi_extractor')
+        regions, order = self.operators.pool(extractor, features, corners, scores)
+        return (self.mask_heads[0](regions, labels, order),)
 
 
 class RPN:
@@ -237,7 +277,8 @@ class MaskHead:
 
     Args:
         head: The mask_head.
-        fused: Whether other labels' masks are left out; ignored unless a transposed convolution upsamples by 2.
+        fused: Compute the mask of each box's own label alone. Without effect unless a transposed convolution of kernel
+            2 and stride 2 upsamples the masks.
     """
 
     def __init__(self, head: FCNMaskHead, fused: bool) -> None:

@@ -1,16 +1,19 @@
-"""A RetinaNet as an ONNX file: the second family of heads."""
+"""Families of heads as ONNX files."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import onnx
 import pytest
 import torch
-from graph_cases import build, noise
-from mmdet.models.dense_heads import RetinaHead
+from graph_cases import CONFIGS, build, noise
+from mmdet.models.dense_heads import AnchorHead, RetinaHead
 from mmdet.registry import MODELS
 from mmengine.config import ConfigDict
 from zoo import zoo_cfg
 
+from slab_det.compare.difference import match_detections, relative_difference
 from slab_det.deployment.export import (
     ExportError,
     build_graph,
@@ -21,49 +24,92 @@ from slab_det.deployment.export import (
 )
 from slab_det.deployment.export.quantize import FLOAT_LAYERS
 from slab_det.deployment.export.settings import follow_config
+from slab_det.deployment.heads import find_family
+
+# test_export.py exports Mask R-CNN and Faster R-CNN.
+KINDS = [kind for kind in CONFIGS if kind not in ('Mask R-CNN', 'Faster R-CNN', 'Cascade R-CNN')]
+SIZES = ((96, 64), (75, 99))
 
 
 def finding(model):
     """The model with scores from 0.1 to 0.9, and boxes near their anchors."""
-    for layer, std in ((model.bbox_head.retina_cls, 0.02), (model.bbox_head.retina_reg, 0.01)):
-        torch.nn.init.normal_(layer.weight, std=std)
-    torch.nn.init.zeros_(model.bbox_head.retina_cls.bias)
+    for name, layer in model.named_modules():
+        if {*name.split('.')} & {*find_family(model).predictors} and hasattr(layer, 'weight'):
+            std = 0.05 if 'reg' in name else 0.3
+            torch.nn.init.normal_(layer.weight, std=std * layer.weight[0].numel() ** -0.5)
+            torch.nn.init.zeros_(layer.bias)
     return model
 
 
 @pytest.fixture(scope='module')
-def detector():
-    torch.manual_seed(0)
-    return finding(build('RetinaNet', random.Random(0)))
+def exported(tmp_path_factory):
+    """Makes a detector and its file, once of each kind."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            torch.manual_seed(0)
+            made[kind] = finding(build(kind, random.Random(0))), tmp_path_factory.mktemp('heads') / 'model.onnx'
+            export_onnx(*made[kind])
+        return made[kind]
+
+    return make
 
 
-@pytest.fixture(scope='module')
-def file(detector, tmp_path_factory):
-    path = tmp_path_factory.mktemp('retinanet') / 'model.onnx'
-    export_onnx(detector, path)
-    return path
-
-
+@pytest.mark.parametrize('kind', KINDS)
 @torch.no_grad()
-def test_graph_finds_what_mmdet_finds(detector):
+def test_graph_finds_what_mmdet_finds(kind, exported):
+    detector, _ = exported(kind)
     for size in ((64, 96), (131, 75)):
         data = noise(size, size)
         image = data['inputs'][0][None].float()
         expected = detector(**detector.data_preprocessor(data, False), mode='predict')[0].pred_instances
-        boxes, scores, labels = build_graph(detector)(image)
+        boxes, scores, labels, *_ = build_graph(detector)(image)
         assert len(expected) > 5, size
         assert labels.equal(expected.labels), size
         torch.testing.assert_close(scores, expected.scores)
         torch.testing.assert_close(boxes, expected.bboxes, rtol=1e-5, atol=1e-4)
 
 
-def test_file_computes_what_the_detector_computes(detector, file):
-    runtime = load_runtime(file, threads=1)
-    (check,) = check_parity(detector, runtime, random_images([(96, 160)]))
-    assert check.num_values > 100
-    (image,) = random_images([(75, 131)])
+@pytest.mark.parametrize('kind', KINDS)
+def test_file_computes_what_the_detector_computes(kind, exported):
+    detector, file = exported(kind)
+    runtime, other = (load_runtime(file, name, threads=1) for name in ('onnxruntime', 'openvino'))
+    assert runtime.metadata['family'] == find_family(detector).name
+    images = random_images(SIZES)
+    checks = check_parity(detector, runtime, images)
+    assert all(check.conclusive and check.num_values > 100 for check in checks), checks
+    for image in images:
+        found, again = ([torch.from_numpy(x) for x in each.run(image).values()] for each in (runtime, other))
+        *matched, share = match_detections(found, again, side=99)
+        assert share == 0 and relative_difference(*matched) < 1e-4, image.shape
+    (image,) = random_images([(66, 50)])
     nothing = runtime.with_threshold(2.0)(image)
-    assert {name: values.shape for name, values in nothing.items()} == dict(boxes=(0, 4), scores=(0,), labels=(0,))
+    shapes = dict(boxes=(0, 4), scores=(0,), labels=(0,), mask_logits=(0, 28, 28))
+    assert {name: values.shape for name, values in nothing.items()} == {name: shapes[name] for name in nothing}
+
+
+def test_parity_holds_where_a_centerness_takes_scores_below_the_threshold(exported, monkeypatch):
+    detector, file = exported('FCOS')
+    monkeypatch.setitem(detector.bbox_head.test_cfg, 'score_thr', 0.5)
+    runtime = load_runtime(file, threads=1)
+    runtime, images = replace(runtime, run=runtime.with_threshold(0.5)), random_images(SIZES[:1])
+    assert (runtime.run(images[0])['scores'] < 0.5).mean() > 0.5
+    (check,) = check_parity(detector, runtime, images)
+    assert check.conclusive and check.same and check.num_values > 100
+
+
+def test_file_of_a_neck_that_doubles_maps_takes_multiples_of_32(tmp_path):
+    """As mmdet's RTMDet, whose test pipeline pads."""
+    torch.manual_seed(0)
+    detector, path = finding(build('RTMDet', random.Random(0))), tmp_path / 'model.onnx'
+    detector.data_preprocessor.pad_size_divisor = 1
+    export_onnx(detector, path)
+    runtime = load_runtime(path, threads=1)
+    (check,) = check_parity(detector, runtime, random_images([(70, 99)]))
+    assert check.conclusive and check.what.startswith('64x96')
+    with pytest.raises(ExportError, match='sides are multiples of 32, as its detector does, not 64x99: set pad_size_d'):
+        runtime.run(np.zeros((1, 3, 64, 99), np.float32))
 
 
 @pytest.mark.parametrize('name', ['pvt/retinanet_pvt-t_fpn_1x_coco', 'pvt/retinanet_pvtv2-b0_fpn_1x_coco'])
@@ -77,7 +123,8 @@ def test_file_of_a_pvt_of_mmdet_takes_every_size(name, tmp_path):
     assert all(check.conclusive and check.num_values > 100 for check in checks)
 
 
-def test_file_follows_the_settings_that_it_can(detector, file):
+def test_file_follows_the_settings_that_it_can(exported):
+    detector, file = exported('RetinaNet')
     metadata, cfg = load_runtime(file).metadata, detector.bbox_head.test_cfg
     own = dict(test_cfg=cfg, data_preprocessor=dict(type='DetDataPreprocessor'))
     metadata |= dict(normalization=dict(channel_order='BGR'), padding=dict(size_divisor=1, value=0.0))
@@ -89,7 +136,8 @@ def test_file_follows_the_settings_that_it_can(detector, file):
         follow_config('model.onnx', metadata, own)
 
 
-def test_last_layers_stay_float32_in_int8(file):
+def test_last_layers_stay_float32_in_int8(exported):
+    _, file = exported('RetinaNet')
     nodes = [node.name for node in onnx.load(file).graph.node if node.op_type == 'Conv' and 'bbox_head' in node.name]
     last = [name for name in nodes if any(layer in name for layer in FLOAT_LAYERS)]
     assert len(last) == 2 * 5 and all('_convs' in name for name in {*nodes} - {*last})
@@ -113,5 +161,9 @@ def test_unsupported_part_is_named(tmp_path):
     refuses('a bbox_head with sigmoid scores')
     model.bbox_head.__class__ = type('OtherHead', (RetinaHead,), dict(forward_single=lambda self, x: (x, x, x)))
     refuses('a graph needs RetinaHead as bbox_head, not OtherHead')
+    model.bbox_head = AnchorHead(3, 16)
+    refuses(
+        'a graph needs RetinaHead or ATSSHead or FCOSHead or RTMDetHead or RTMDetSepBNHead as bbox_head, not Anchor'
+    )
     model.__class__ = type('Other', (type(model),), dict(predict=lambda self: None))
     refuses('a detector that predicts as TwoStageDetector or SingleStageDetector does')

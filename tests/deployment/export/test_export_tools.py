@@ -40,7 +40,7 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     assert in_int8.pop('int8_weight_bits') in (7, 8)
     assert metadata == in_int8 and metadata['dataset_meta']['classes'] == CLASSES
     resize = dict(type='Resize', scale=[192, 160], keep_ratio=True)
-    assert metadata['image'] == dict(channel_order='BGR', range=[0, 255], resize=resize)
+    assert metadata['image'] == dict(channel_order='BGR', range=[0, 255], resize=resize, size_divisor=1)
     normalization = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
     assert metadata['normalization'].pop('channel_order') == 'RGB'
     assert metadata['normalization'] == {name: pytest.approx(values) for name, values in normalization.items()}

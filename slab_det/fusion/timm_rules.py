@@ -7,7 +7,7 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Win
 from timm.models.vision_transformer import Attention, Block
 from torch import nn
 
-from slab_det.fusion.folds import CannotFold, Channels, Fold, Write, register_folds
+from slab_det.norms.folds import CannotFold, Channels, Fold, Write, register_folds
 
 
 def _block_writes(block: Block) -> list[Write]:

@@ -77,6 +77,8 @@ class Channels(NamedTuple):
     tokens: tuple[tuple[str, str], ...] = ()
 
 
+# The module with the rules for a library, by the library's name; imported at the first use, because it takes seconds.
+LIBRARY_RULES: dict[str, str] = {}
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 
 
@@ -85,7 +87,6 @@ def register_folds(
     folds: Callable | None = None,
     input_layers: Callable | None = None,
     output_folds: Callable | None = None,
-    replace: Callable | None = None,
     writes: Callable | None = None,
     hidden_channels: Callable | None = None,
 ) -> None:
@@ -105,24 +106,20 @@ def register_folds(
             second argument. Raises CannotFold if anything but a layer reads the input.
         output_folds: Returns a :class:`Fold` for each output of a backbone, in the order of the outputs: the norm whose
             output it is, and the modules inside the backbone that also read the norm.
-        replace: Returns an equivalent module with the same weights and a method ``keep_padding()``. Fusion replaces the
-            module by it before changing one of the input layers.
         writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
         hidden_channels: Returns a :class:`Channels` for each place with hidden channels, for :func:`slab_det.absorb`.
             Raises CannotFold if the module has layers that keep all of its channels.
     """
     rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds)
-    rules |= dict(replace=replace, writes=writes, hidden_channels=hidden_channels)
+    rules |= dict(writes=writes, hidden_channels=hidden_channels)
     for kind in kinds:
         _import_rules(kind)
         _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule})
 
 
 def _import_rules(kind: type[nn.Module]) -> None:
-    """Imports the rules for the library of a class on first use, because importing the library takes seconds."""
-    library = kind.__module__.partition('.')[0]
-    if library in ('mmpretrain', 'timm'):
-        import_module(f'slab_det.fusion.stock_{library}')
+    if module := LIBRARY_RULES.get(kind.__module__.partition('.')[0]):
+        import_module(module)
 
 
 def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:

@@ -1,0 +1,160 @@
+"""adopt: turns mmdet's Swin and PVT blocks into slab_det's, which hold the same layers under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
+from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
+from mmdet.models.layers import PatchMerging as MmdetPatchMerging
+from torch import nn
+
+from slab_det.attention import ShiftedWindowAttention, SoftmaxMapAttention, SoftmaxWindowAttention
+from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN, PatchMerging
+from slab_det.norms.folds import CannotFold, find_hooks
+from slab_det.runtime.modes import set_mode
+
+MMDET_ATTENTIONS = (ShiftWindowMSA, SpatialReductionAttention)
+Module = TypeVar('Module', bound=nn.Module)
+
+
+def adopt(model: nn.Module) -> None:
+    """Replaces mmdet's Swin, PVT and PVTv2 blocks and patch mergings by slab_det's, in place.
+
+    The new modules hold the layers of the old ones. Parameters, buffers and state-dict keys stay; outputs differ by
+    rounding, in training mode too. A module that is not exactly mmdet's stays; :func:`why_not_adopted` says why.
+
+    Args:
+        model: A detector or a backbone.
+    """
+    _adopt_children(model, {})
+
+
+def _adopt_children(parent: nn.Module, own: dict[nn.Module, nn.Module]) -> None:
+    # Not named_children(): a module may stand in several places.
+    for name, child in parent._modules.items():
+        if child in own or (type(child) in _MAKERS and not why_not_adopted(child)):
+            own[child] = parent._modules[name] = own.get(child) or _make_own(child)
+        elif child is not None:
+            _adopt_children(child, own)
+
+
+def why_not_adopted(module: nn.Module) -> str:
+    """Why a block, an attention or a patch merging of mmdet stays what it is; '' for every other module."""
+    if not _is_foreign(module):
+        return ''
+    if type(module) not in _MAKERS:
+        return f'{type(module).__name__} is a subclass, which may compute something else than its base class in mmdet'
+    for name, child in module.named_modules():
+        if hooks := find_hooks(child):
+            return f'{name or type(module).__name__} has {hooks}'
+    try:
+        _make_own(module)
+    except CannotFold as reason:
+        return str(reason)
+    return ''
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    return isinstance(module, tuple(_MAKERS))
+
+
+def _make_own(module: nn.Module) -> nn.Module:
+    return _MAKERS[type(module)](module)
+
+
+def _empty(theirs: nn.Module, make: Callable[[], Module]) -> Module:
+    """A module of slab_det in the mode of ``theirs``. On the meta device no weights are initialised."""
+    with torch.device('meta'):
+        own = make()
+    set_mode(own, theirs.training)
+    return own
+
+
+def _own_window_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
+    theirs = attn.w_msa
+    if type(theirs) is not WindowMSA:
+        raise CannotFold(f'its attention is a {type(theirs).__name__}')
+    w_msa = _empty(
+        theirs,
+        lambda: SoftmaxWindowAttention(
+            theirs.embed_dims,
+            theirs.num_heads,
+            attn.window_size,
+            attn_drop_rate=theirs.attn_drop.p,
+            qk_scale=theirs.scale,
+        ),
+    )
+    own = _empty(attn, lambda: ShiftedWindowAttention(w_msa, attn.shift_size, drop_path_rate=0.0))
+    w_msa.relative_position_bias_table = theirs.relative_position_bias_table
+    w_msa.relative_position_index = theirs.relative_position_index
+    w_msa.qkv, w_msa.proj, w_msa.proj_drop = theirs.qkv, theirs.proj, theirs.proj_drop
+    own.drop = attn.drop
+    return own
+
+
+def _own_map_attention(attn: SpatialReductionAttention) -> SoftmaxMapAttention:
+    if not attn.batch_first:
+        raise CannotFold('the inputs of its attention are not batch first')
+    own = _empty(attn, lambda: SoftmaxMapAttention(attn.embed_dims, attn.num_heads, attn_drop_rate=attn.attn.dropout))
+    own.attn, own.sr_ratio = attn.attn, attn.sr_ratio
+    own.proj_drop, own.drop = attn.proj_drop, attn.dropout_layer
+    if attn.sr_ratio > 1:
+        own.sr, own.norm = attn.sr, attn.norm
+    return own
+
+
+def _own_ffn(ffn: FFN) -> LinearFFN:
+    if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
+        raise CannotFold('its FFN does not have two layers and a residual connection, or has a LayerScale')
+    return _fill_ffn(_empty(ffn, lambda: LinearFFN(1, 1, dict(type='GELU'))), ffn)
+
+
+def _own_conv_ffn(ffn: MixFFN) -> ConvFFN:
+    has_depthwise = len(ffn.layers) == 6
+    return _fill_ffn(_empty(ffn, lambda: ConvFFN(1, 1, dict(type='GELU'), use_conv=has_depthwise)), ffn)
+
+
+def _fill_ffn(own: LinearFFN, ffn: FFN | MixFFN) -> LinearFFN:
+    own.embed_dims, own.layers, own.drop_path = ffn.embed_dims, ffn.layers, ffn.dropout_layer
+    return own
+
+
+def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
+    own = _empty(block, lambda: Block(nn.Identity(), LinearFFN(1, 1, dict(type='GELU')), dict(type='LN')))
+    own.with_cp = getattr(block, 'with_cp', False)
+    own.norm1, own.norm2 = block.norm1, block.norm2
+    for name in ('attn', 'ffn'):
+        part = block.get_submodule(name)
+        # A part may have become slab_det's before, while the other one was still another library's.
+        if type(part) not in (ShiftedWindowAttention, SoftmaxMapAttention):
+            make = {**_MAKERS, FFN: _own_ffn, MixFFN: _own_conv_ffn}.get(type(part))
+            if make is None:
+                raise CannotFold(f'its {name} is a {type(part).__name__}')
+            part = make(part)
+        setattr(own, name, part)
+    return own
+
+
+def _own_merging(merging: MmdetPatchMerging) -> PatchMerging:
+    stride, _ = sampler = merging.sampler.stride
+    is_corner = merging.adap_padding is not None and merging.adap_padding.padding == 'corner'
+    if not is_corner or not sampler == merging.sampler.kernel_size == (stride, stride):
+        raise CannotFold('it does not merge square blocks of tokens, padded at the bottom and on the right')
+    norm_cfg = dict(type='LN') if merging.norm else None
+    own = _empty(merging, lambda: PatchMerging(merging.in_channels, merging.out_channels, stride, norm_cfg))
+    own.norm, own.reduction = merging.norm, merging.reduction
+    return own
+
+
+# FFNs are adopted with their block only: alone, they are called with other arguments.
+_MAKERS: dict[type[nn.Module], Callable] = {
+    SwinBlock: _own_block,
+    PVTEncoderLayer: _own_block,
+    ShiftWindowMSA: _own_window_attention,
+    SpatialReductionAttention: _own_map_attention,
+    MmdetPatchMerging: _own_merging,
+}
