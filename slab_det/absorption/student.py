@@ -313,7 +313,7 @@ class Absorption:
             place, kept = pruned
             for part in {moments[0], measured_part(*moments)}:
                 # The target becomes the whole output that the layer should have, not only the error before.
-                part.add_to_target(layer.weight.flatten(1), layer.bias)
+                part.add_to_target(layer.weight.detach().flatten(1), layer.bias.detach())
             share = measured_part(*moments).variance() / measured_part(*streams).variance()
             left = share * _prune(self.model, place, kept, *moments)
             logits = self.lost_logits.get(place.name)
