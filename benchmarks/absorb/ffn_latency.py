@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
 from slab_det.checkpoints import build_detector
-from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
+from slab_det.fusion.channels import find_channels, resize_channels
 
 SIZE = (800, 1216)
 FORMS = {'eager': None, 'deployed': torch.float32, 'deployed bfloat16': torch.bfloat16}
@@ -31,9 +31,8 @@ def build(model: str, norms: str, share: float) -> nn.Module:
     detector = build_detector(Config.fromfile(ROOT / f'configs/mask_rcnn_{prefix}{model}.py'))
     slab_det.set_gamma(detector, 0.0)
     detector = slab_det.fuse(detector) if prefix else detector
-    for name, ffn in detector.backbone.named_modules():
-        if share and name.endswith('.ffn'):
-            prune_ffn(ffn, torch.arange(round(len(find_ffn_layers(ffn)[0].weight) * (1 - share))))
+    ffns = [place for place in find_channels(detector.backbone).values() if place.name.endswith('.ffn')]
+    resize_channels(detector.backbone, {ffn.name: round(ffn.count * (1 - share)) for ffn in ffns})
     return detector.backbone
 
 

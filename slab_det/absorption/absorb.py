@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from mmengine.model import is_model_wrapper
 from torch import nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport
+from slab_det.absorption.budget import Survey
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.student import absorb_norms
 from slab_det.backbones.adopt import adopt
@@ -31,6 +33,7 @@ def absorb(
     work_dir: str | Path | None = None,
     progress: bool = True,
     ffn: float = 0.0,
+    channels: float | str | None = None,
 ) -> nn.Module:
     """Replaces the LayerNorms of a trained model by affine maps, and folds the maps into its linear layers.
 
@@ -65,14 +68,19 @@ def absorb(
         ffn: Share of the hidden channels to remove from each FFN, 0 <= ffn < 1: the channels whose removal costs
             least after the second layer is refitted. A multiple of 8 channels stays, at least 8. With ``keep=None``
             the agreement is measured with the FFNs pruned.
+        channels: Removes hidden channels everywhere: in FFNs, in the heads of softmax attention, and in the RPN, box
+            head and mask head of a Faster or Mask R-CNN or the towers of a RetinaNet. A number from 0 to 1 is the share
+            of the detector's multiply-adds that stays, at the size of the first image; channels go first where they
+            are estimated to cost least for each multiply-add that they save. 'auto' takes the least share, to 1/32,
+            with which a student that keeps all norms reaches ``LEAST_AGREEMENT``. None removes none.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
 
     Raises:
-        ConversionError: If no LayerNorm can be absorbed and no FFN pruned, there are no images, ``keep`` is invalid,
-            keeps all norms, or names no norm that can be absorbed, an attention has hooks, the model is wrapped or
-            deployed, or values are not finite.
+        ConversionError: If no LayerNorm can be absorbed and no hidden channel removed, there are no images, ``keep`` is
+            invalid, keeps all norms, or names no norm that can be absorbed, ``channels`` is invalid or less than what
+            must stay, an attention has hooks, the model is wrapped or deployed, or values are not finite.
         DataError: If ``images`` are no batches of images, or do not fit the model.
         FusionError: If the model has norms of slab_det that cannot be fused.
     """
@@ -83,22 +91,32 @@ def absorb(
     keep = _check_keep(keep)
     if not 0 <= ffn < 1:
         raise ConversionError(f'ffn={ffn}: give a share from 0 to below 1, such as 0.75')
-    if keep == 'all' and not ffn:
-        raise ConversionError("keep='all' and ffn=0 leave nothing to absorb; give ffn=0.75 or another keep")
+    channels = _check_channels(channels, ffn)
+    if keep == 'all' and not (ffn or channels):
+        raise ConversionError("keep='all' leaves nothing to absorb; give channels=0.5, ffn=0.75 or another keep")
     # find_reads uses autograd, which records nothing in inference mode.
     with torch.inference_mode(False), tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder:
         model = copy_module(model)
         adopt(model)
         set_mode(model, False)
-        plan = make_plan(model, images, Path(folder), int8, ffn, norms=keep != 'all')
-        _check_absorbs(keep, plan, ffn)
+        where = 'everywhere' if channels else 'ffn' if ffn else ''
+        plan = make_plan(model, images, Path(folder), int8, where, norms=keep != 'all')
+        _check_absorbs(keep, plan, bool(where))
         compare = _compare_to(model, plan.images.held_out)
+        if compare is None and (keep is None or channels == 'auto'):
+            option = 'keep=None' if keep is None else "channels='auto'"
+            raise ConversionError(
+                f'{option} compares detections: give a detector (not in float64), or a number: keep=K to keep K norms, '
+                'channels=0.5 for half of the multiply-adds'
+            )
         make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
+        if channels:
+            survey = Survey(plan)
+            if channels == 'auto':
+                channels = find_least_share(survey, plan, make, compare, progress)
+            counts = survey.choose(channels)
+        make = partial(make, channels=counts if channels else float(ffn))
         if keep is None:
-            if compare is None:
-                raise ConversionError(
-                    'keep=None compares detections: give a detector (not in float64), or keep=K to keep K norms'
-                )
             student = absorb_until_agreement(make, compare, progress)
         else:
             if isinstance(keep, Integral):
@@ -106,6 +124,9 @@ def absorb(
             student = make(() if keep == 'all' else keep)
             if compare is not None:
                 compare(student)
+        if channels:
+            report = student.absorption_report
+            report.multiply_adds = survey.total, survey.count(plan, student)
     _warn(student.absorption_report)
     return student
 
@@ -119,15 +140,27 @@ def _check_keep(keep: object) -> int | Collection[str] | None:
     raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms, 'none' or 'all'")
 
 
-def _check_absorbs(keep: int | Collection[str] | None, plan: AbsorptionPlan, ffn: float) -> None:
-    """Raises ConversionError if ``keep`` leaves no LayerNorm to absorb and no FFN is pruned."""
+def _check_channels(channels: object, ffn: float) -> float | str | None:
+    if (
+        channels is None
+        or channels == 'auto'
+        or (isinstance(channels, Real) and not isinstance(channels, bool) and 0 < channels <= 1)
+    ):
+        if channels is not None and ffn:
+            raise ConversionError(f'ffn={ffn:g} and channels={channels!r}: give one of them')
+        return None if channels == 1 else channels
+    raise ConversionError(f"channels={channels!r}: give the share of multiply-adds that stays, such as 0.5, or 'auto'")
+
+
+def _check_absorbs(keep: int | Collection[str] | None, plan: AbsorptionPlan, prunes: bool) -> None:
+    """Raises ConversionError if ``keep`` leaves no LayerNorm to absorb and no hidden channel is removed."""
     found = [name for name, reason in plan.reasons.items() if not reason]
     if isinstance(keep, Integral) and keep >= len(found) > 0:
         raise ConversionError(
             f'keep={keep}: {len(found)} LayerNorms can be absorbed, so give a number from 0 to {len(found) - 1}'
-            + (", or keep='all'" if ffn else '')
+            + (", or keep='all'" if prunes else '')
         )
-    if isinstance(keep, Collection) and not ffn and {*found} <= {*keep}:
+    if isinstance(keep, Collection) and not prunes and {*found} <= {*keep}:
         raise ConversionError(f'keep= names all {len(found)} LayerNorms that can be absorbed; name fewer')
 
 
@@ -148,6 +181,44 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], N
             report.agreement = agreement(reference, detect(student, images))
 
     return compare
+
+
+def find_least_share(
+    survey: Survey,
+    plan: AbsorptionPlan,
+    make: Callable[..., nn.Module],
+    compare: Callable[[nn.Module], None],
+    progress: bool,
+) -> float:
+    """Returns the least share of multiply-adds with which a student agrees with the teacher, found by bisection.
+
+    Args:
+        survey: Chooses the channels for a share.
+        plan: The plan of the students, whose norms all stay.
+        make: Makes a student that keeps the named norms and ``channels``.
+        compare: Adds a student's agreement to its report.
+        progress: Print the agreement of each student.
+
+    Raises:
+        ConversionError: If the teacher finds nothing.
+    """
+    norms = [name for name, reason in plan.reasons.items() if not reason]
+    # Shares of 1 / 32. Invariant: no channel has to go for ``high``, and a student with ``high`` agrees.
+    low, high = math.ceil(32 * survey.least_share()) - 1, 32
+    while high - low > 1:
+        middle = (low + high) // 2
+        student = make(norms, channels=survey.choose(middle / 32))
+        compare(student)
+        found = student.absorption_report.agreement
+        if found is None:
+            raise ConversionError(
+                "channels='auto': the teacher finds nothing in the held-out images, so agreement is undefined; give "
+                'images of its objects, or channels=0.5'
+            )
+        if progress:
+            print(f'{middle / 32:.2f} of the multiply-adds left: agreement {found:.3f}')
+        low, high = (low, middle) if found >= LEAST_AGREEMENT else (middle, high)
+    return high / 32
 
 
 def absorb_until_agreement(
@@ -198,18 +269,19 @@ def absorb_until_agreement(
 
 def _warn(report: AbsorptionReport) -> None:
     warn = MMLogger.get_current_instance().warning
-    if report.ffns and not report.pruned:
-        warn(f'no FFN was pruned: {report.ffns[0].reason}')
+    if report.channels and not report.pruned:
+        warn(f'no hidden channel was removed: {report.channels[0].reason}')
     if report.num_images and report.agreement is None:
         warn(
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
             'kept, and the loss of AP is unknown; give images of its objects, or keep=K'
         )
     elif report.agreement is not None and report.agreement < LEAST_AGREEMENT:
+        remedies = ['remove fewer hidden channels'] if report.pruned else []
+        remedies += ['keep more norms (keep=K)'] if len(report.kept) < len(report.norms) else []
         warn(
             f'agreement with the teacher is {report.agreement:.3f}, below {LEAST_AGREEMENT:g}, with '
             f'{len(report.kept)} LayerNorms kept: expect a loss of AP of about '
-            f'{100 * expected_loss(report.agreement):.1f}; '
-            f'{"take fewer hidden channels (a smaller ffn), " if report.pruned else ""}keep more norms (keep=K) '
-            'or train towards the teacher (slab_det.conversion.write_tune_config)'
+            f'{100 * expected_loss(report.agreement):.1f}; {", ".join(remedies)} or train towards the teacher '
+            '(slab_det.conversion.write_tune_config)'
         )

@@ -1,4 +1,4 @@
-"""The report of an absorption: the outcome and the error of each LayerNorm and FFN."""
+"""The report of an absorption: the outcome and the error of each LayerNorm and each place with hidden channels."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ class NormAbsorption:
 
 
 @dataclass(frozen=True)
-class FFNAbsorption:
-    """Outcome and error of one FFN.
+class ChannelAbsorption:
+    """Outcome and error of one place with hidden channels, see :class:`slab_det.fusion.Channels`.
 
     Attributes:
-        ffn: Dotted name of the FFN.
-        channels: Number of hidden channels before; None where the FFN was left alone.
-        hidden: Number of hidden channels after.
-        reason: Why the FFN was left alone, or ''.
-        left: Error of the pruned FFN on held-out batches, as a share of the variance of its target, the output with
-            which the student's stream would equal the teacher's.
+        place: Dotted name of the place.
+        channels: Number of hidden channels before; None where the place was left alone.
+        kept: Number of hidden channels after.
+        reason: Why the place was left alone, or ''.
+        left: Mean squared error of the refitted readers on held-out batches, as a share of a variance: that of the
+            teacher's residual stream behind them, or of the teacher's outputs in a head.
+        logits: In an attention, the share of the logits' second moment that queries and keys of lower rank lose.
     """
 
-    ffn: str
+    place: str
     channels: int | None = None
-    hidden: int | None = None
+    kept: int | None = None
     reason: str = ''
     left: float | None = None
+    logits: float | None = None
 
 
 @dataclass
@@ -61,7 +63,9 @@ class AbsorptionReport:
         refits: For each refitted layer, by name, the mean squared distance of the student's stream from the teacher's,
             over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
             are those that write the residual stream, and the neck's convolutions.
-        ffns: The FFNs, in the order of their calls, if channels were to be pruned.
+        channels: The places with hidden channels, in the order of their calls, where channels were to be removed.
+        multiply_adds: Multiply-adds of teacher and student for the first image, without the heads of detectors other
+            than Faster and Mask R-CNN and RetinaNet; None unless channels were removed for a share of them.
         agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
             detections cannot be compared.
         num_images: Number of images compared; 0 where detections cannot be compared.
@@ -70,7 +74,8 @@ class AbsorptionReport:
 
     norms: list[NormAbsorption] = field(default_factory=list)
     refits: dict[str, float] = field(default_factory=dict)
-    ffns: list[FFNAbsorption] = field(default_factory=list)
+    channels: list[ChannelAbsorption] = field(default_factory=list)
+    multiply_adds: tuple[int, int] | None = None
     agreement: float | None = None
     num_images: int = 0
     num_detections: int = 0
@@ -81,9 +86,9 @@ class AbsorptionReport:
         return [norm for norm in self.norms if norm.outcome == 'kept']
 
     @property
-    def pruned(self) -> list[FFNAbsorption]:
-        """The FFNs that lost channels."""
-        return [ffn for ffn in self.ffns if not ffn.reason]
+    def pruned(self) -> list[ChannelAbsorption]:
+        """The places that lost channels."""
+        return [place for place in self.channels if not place.reason]
 
     def rank(self) -> list[str]:
         """The norms that were fitted, the least affine first."""
@@ -96,7 +101,7 @@ class AbsorptionReport:
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
         """The inverse of :meth:`to_dict`."""
-        kinds = dict(norms=NormAbsorption, ffns=FFNAbsorption)
+        kinds = dict(norms=NormAbsorption, channels=ChannelAbsorption)
         return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
     def __str__(self) -> str:
@@ -119,11 +124,14 @@ class AbsorptionReport:
                 f"average, largest at {worst.norm}: {worst.left:.1%}, on the teacher's input {worst.own:.1%}"
             )
         if self.pruned:
-            worst = max(self.pruned, key=lambda ffn: ffn.left)
+            worst = max(self.pruned, key=lambda place: place.left)
             lines.append(
-                f'{len(self.pruned)} FFNs pruned, {sum(ffn.hidden for ffn in self.pruned)} of '
-                f'{sum(ffn.channels for ffn in self.pruned)} hidden channels left; error, as a share of variance: '
-                f'largest at {worst.ffn}: {worst.left:.1%}'
+                f'channels removed in {len(self.pruned)} places, {sum(place.kept for place in self.pruned)} of '
+                f'{sum(place.channels for place in self.pruned)} left; error, as a share of variance: '
+                f'largest at {worst.place}: {worst.left:.1%}'
             )
-        lines += [f'  {ffn.ffn}: left alone, {ffn.reason}' for ffn in self.ffns if ffn.reason]
+        if self.multiply_adds:
+            before, after = self.multiply_adds
+            lines.append(f'multiply-adds: {after / 1e9:.1f} of {before / 1e9:.1f} billion left, {after / before:.0%}')
+        lines += [f'  {place.place}: left alone, {place.reason}' for place in self.channels if place.reason]
         return '\n'.join(lines)

@@ -11,6 +11,7 @@ import torch
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
+from slab_det.absorption.heads import Regions, find_regions
 from slab_det.absorption.walk import TensorStore
 from slab_det.runtime.batches import one_pass, prepare_inputs
 from slab_det.runtime.errors import ConversionError
@@ -37,12 +38,14 @@ class Images(NamedTuple):
         count: Number of batches.
         held_out: Every fifth batch, as the loader yielded it; all batches where there are fewer than five.
         digest: Digest of the image tensors.
+        regions: The regions of each batch at which heads run; empty if they are not needed.
     """
 
     store: TensorStore
     count: int
     held_out: Batches
     digest: hashlib._Hash
+    regions: list[Regions | None]
 
 
 def is_held_out(index: int) -> bool:
@@ -50,23 +53,26 @@ def is_held_out(index: int) -> bool:
     return index % HELD_OUT == HELD_OUT - 1
 
 
-def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
+def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool = False) -> Images:
     """Reads and stores the images of an absorption.
 
     Args:
         model: The teacher, which prepares them.
         batches: What a data loader yields, or image tensors (B, 3, H, W).
         folder: Takes the image tensors that do not fit into memory.
+        heads: Whether heads will run; see :func:`~slab_det.absorption.heads.has_known_heads`.
 
     Raises:
         ConversionError: If there is no batch.
     """
     store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
-    first, held_out = [], Batches()
+    first, held_out, regions = [], Batches(), []
     held_out.dataset = getattr(batches, 'dataset', None)
     prepare = prepare_inputs(model, batches)
     for index, batch in enumerate(one_pass(batches)):
-        inputs = prepare(batch)[0]
+        inputs, samples = prepare(batch)
+        if heads:
+            regions.append(find_regions(model, inputs, samples))
         store.put(str(index), inputs)
         digest.update(to_bytes(inputs))
         count = index + 1
@@ -82,7 +88,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
             f'{count} batches: none is held out, so agreement and errors are measured on images that were fitted; '
             f'give at least {HELD_OUT} batches: a smaller batch size or more images'
         )
-    return Images(store, count, held_out, digest)
+    return Images(store, count, held_out, digest, regions)
 
 
 def to_bytes(tensor: Tensor) -> bytes:

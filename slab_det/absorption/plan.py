@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
+from slab_det.absorption.heads import has_known_heads, run_heads
 from slab_det.absorption.images import Images, read_images, to_bytes
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
+from slab_det.fusion.channels import HiddenChannels, find_channels
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.fusion_report import NormFusion
 from slab_det.measure.environment import describe_environment
@@ -26,13 +29,14 @@ from slab_det.runtime.errors import ConversionError
 
 
 class Step(NamedTuple):
-    """One fit: of a LayerNorm to absorb, or of a layer that writes the residual stream.
+    """One fit: of a LayerNorm to absorb, of a layer that writes the residual stream, or of queries and keys.
 
     Attributes:
-        name: The norm or the layer.
-        source: Place of the regression's input: the input of the norm or of the layer.
-        target: Place of the tensor to approximate: the output of the norm, or the stream behind the layer.
-        ffn: Name of the FFN that contains the layer, or ''.
+        name: The norm, the layer, or the attention whose queries and keys get a lower rank.
+        source: Place of the regression's input: the input of the norm or of the layer; the tokens of the queries.
+        target: Place of the tensor to approximate: the output of the norm, or the stream behind the layer. For queries
+            and keys, the tokens of the keys.
+        place: Name of the place whose hidden channels the layer or the attention has, or ''.
         finishes: Name of the module whose output no later step changes, so that it can be stored: the block, a
             branch of it such as an attention, or ''.
     """
@@ -40,7 +44,7 @@ class Step(NamedTuple):
     name: str
     source: Probe
     target: Probe
-    ffn: str = ''
+    place: str = ''
     finishes: str = ''
 
 
@@ -53,8 +57,8 @@ class AbsorptionPlan:
         images: See :class:`Images`.
         folder: Takes the finished blocks of students.
         int8: See :func:`slab_det.absorb`.
-        ffn: See :func:`slab_det.absorb`.
-        forward: For a teacher or student, returns the function that runs it on an image tensor up to the last block.
+        forward: For a teacher or student, returns the function that runs it on the image tensor of a batch and the
+            index of the batch, up to the last block.
         fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
         reasons: Why each LayerNorm has to stay, or '', by the name of the norm.
         blocks: The steps of each block in the order of the forward, by the name of the block.
@@ -67,8 +71,7 @@ class AbsorptionPlan:
     images: Images
     folder: Path
     int8: bool
-    ffn: float
-    forward: Callable[[nn.Module], Callable[[Tensor], object]]
+    forward: Callable[[nn.Module], Callable[[Tensor, int], object]]
     fusions: dict[str, NormFusion]
     reasons: dict[str, str]
     blocks: dict[str, list[Step]]
@@ -78,7 +81,7 @@ class AbsorptionPlan:
 
 
 def make_plan(
-    model: nn.Module, batches: Iterable, folder: Path, int8: bool = False, ffn: float = 0.0, norms: bool = True
+    model: nn.Module, batches: Iterable, folder: Path, int8: bool = False, channels: str = '', norms: bool = True
 ) -> AbsorptionPlan:
     """Reads the images, and runs the model to find the order of the steps and what each block reads.
 
@@ -87,20 +90,26 @@ def make_plan(
     Args:
         model: The teacher, in eval mode.
         folder: Folder for temporary files.
+        channels: Where hidden channels may be removed: '', 'ffn' or 'everywhere'.
         norms: Whether norms may be absorbed.
     """
-    images = read_images(model, batches, folder)
+    heads = channels == 'everywhere' and has_known_heads(model)
+    images = read_images(model, batches, folder, heads)
     _check_absorbable(model)
-    writers, layer_norms = _find_writers(model), dict(named_norms(model, nn.LayerNorm))
+    places = find_channels(model) if channels else {}
+    writers, layer_norms = _find_writers(model, places), dict(named_norms(model, nn.LayerNorm))
+    ranks = [Step(name, *starmap(Probe, place.tokens), name) for name, place in places.items() if place.tokens]
+    head_steps = _find_head_steps(model, places) if heads else {}
     # A video detector has no extract_feat, so there is no known way to run its neck.
     has_neck = hasattr(model, 'extract_feat') and not all(step.name.startswith(_prefix(model)) for step in writers)
 
-    def forward(net: nn.Module) -> Callable[[Tensor], object]:
-        return net.extract_feat if has_neck else net.backbone if _prefix(net) else net
+    def forward(net: nn.Module) -> Callable[[Tensor, int], object]:
+        run = net.extract_feat if has_neck or heads else net.backbone if _prefix(net) else net
+        return lambda image, batch: run_heads(net, run(image), images.regions[batch]) if heads else run(image)
 
     image = images.store.get('0')
     steps = [Step(name, Probe(name, 'input'), Probe(name, 'output')) for name in layer_norms]
-    calls = _trace(model, forward(model), image, [*steps, *writers])
+    calls = _trace(model, forward(model), image, [*steps, *ranks, *writers])
     reasons = {name: _why_not_absorbable(model, name, norm, calls) for name, norm in layer_norms.items()}
     if not norms:
         reasons = {name: reason or KEPT_BY_CHOICE for name, reason in reasons.items()}
@@ -108,23 +117,24 @@ def make_plan(
     fusions = {fusion.norm: fusion for fusion in plan_folds(model, candidates)}
     reasons = {name: reason or fusions[name].reason for name, reason in reasons.items()}
     steps = [step for step in steps if not reasons[step.name]]
-    if not steps and not (ffn and any(writer.ffn for writer in writers)):
+    if not steps and not head_steps and not any(writer.place for writer in writers):
         why = '; '.join(dict.fromkeys(reasons.values())) or 'it has none'
         raise ConversionError(
             f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, '
-            'or ffn=0.75 to prune FFNs'
+            'or ffn=0.75 to remove hidden channels'
         )
     writers = [writer for writer in writers if not _is_shared(model, writer.name, calls)]
-    blocks = _order_steps(model, calls, steps, writers)
+    blocks = _order_steps(model, calls, [*steps, *ranks], writers)
+    blocks |= head_steps
     reads = find_reads(model, forward(model), blocks, image)
     for block, parts in blocks.items():
         reads[block] |= {step.finishes for step in parts} - {block}
     digest = images.digest.copy()
-    digest.update(repr((fusions, int8, ffn, blocks, _settings(model), describe_environment()['versions'])).encode())
+    digest.update(repr((fusions, int8, blocks, _settings(model), describe_environment()['versions'])).encode())
     digest.update(source_digest(Path(slab_det.__file__).parent))
     for name, value in model.state_dict().items():
         digest.update(f'{name} {value.dtype} {tuple(value.shape)}'.encode() + to_bytes(value))
-    return AbsorptionPlan(model, images, folder, int8, ffn, forward, fusions, reasons, blocks, reads, digest)
+    return AbsorptionPlan(model, images, folder, int8, forward, fusions, reasons, blocks, reads, digest)
 
 
 def source_digest(package: Path) -> bytes:
@@ -173,8 +183,10 @@ def _check_absorbable(model: nn.Module) -> None:
             raise ConversionError(f'{name}: {reason}; the inputs of its layers cannot be captured')
 
 
-def _find_writers(model: nn.Module) -> list[Step]:
+def _find_writers(model: nn.Module, places: Mapping[str, HiddenChannels]) -> list[Step]:
     """The steps of the layers that write the residual stream, and of the convolutions of the neck."""
+    # A place with layers that keep all channels may lose these when norms are absorbed, so it counts too.
+    owners = {layer: place.name for place in places.values() for layer in place.readers or (place.owner,)}
     writers: dict[str, Step] = {}
     for prefix, module in model.named_modules():
         rule = find_rule(module, 'writes')
@@ -186,9 +198,19 @@ def _find_writers(model: nn.Module) -> list[Step]:
             # A layer that is its own stream, such as a convolution of an FPN, is fitted to its output.
             target = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
             source = Probe(source, 'output') if source else Probe(layer, 'input')
-            ffns = [name for name in containers_of(layer) if find_rule(model.get_submodule(name), 'ffn_layers')]
-            writers[layer] = Step(layer, source, target, *ffns[-1:])
+            found = [owners[name] for name in (*containers_of(layer), layer) if name in owners]
+            writers[layer] = Step(layer, source, target, *found[-1:])
     return [*writers.values()]
+
+
+def _find_head_steps(model: nn.Module, places: Mapping[str, HiddenChannels]) -> dict[str, list[Step]]:
+    """The steps of the readers of hidden channels in the heads, by the name of the head, which is a block."""
+    blocks: dict[str, list[Step]] = {}
+    for place in places.values():
+        if not place.name.startswith(_prefix(model)) and place.readers:
+            probes = (Probe(place.readers[0], side) for side in ('input', 'output'))
+            blocks.setdefault(place.owner, []).append(Step(place.name, *probes, place.name))
+    return {block: [*steps[:-1], steps[-1]._replace(finishes=block)] for block, steps in blocks.items()}
 
 
 def _find_block(model: nn.Module, name: str) -> str:
@@ -209,7 +231,9 @@ def _find_branch(model: nn.Module, name: str) -> str:
     return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
 
 
-def _trace(model: nn.Module, forward: Callable[[Tensor], object], image: Tensor, steps: Iterable[Step]) -> list[Probe]:
+def _trace(
+    model: nn.Module, forward: Callable[[Tensor, int], object], image: Tensor, steps: Iterable[Step]
+) -> list[Probe]:
     """Runs the model once and returns the places of the steps in the order in which the forward reaches them."""
     calls: list[Probe] = []
     probes = {}
@@ -220,7 +244,7 @@ def _trace(model: nn.Module, forward: Callable[[Tensor], object], image: Tensor,
         for probe in probes:
             module = model.get_submodule(probe.module)
             stack.callback(register_probe(module, probe.side, lambda value, at=probe: calls.append(at)).remove)
-        forward(image)
+        forward(image, 0)
     return calls
 
 
@@ -234,7 +258,8 @@ def _is_shared(model: nn.Module, layer: str, calls: list[Probe]) -> bool:
 def _order_steps(
     model: nn.Module, calls: list[Probe], norms: Sequence[Step], writers: Sequence[Step]
 ) -> dict[str, list[Step]]:
-    """The steps of each block in the order of the forward: norms by their input, writers by the stream behind them."""
+    """The steps of each block in the order of the forward: norms, and queries and keys, by their input, and writers by
+    the stream behind them."""
     blocks: dict[str, list[Step]] = {}
     # Writers first: a norm that reads the stream is fitted after the layer that writes it.
     places = [*((step.target, step) for step in writers), *((step.source, step) for step in norms)]

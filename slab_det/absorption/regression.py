@@ -8,7 +8,7 @@ from copy import copy
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Ridge penalties, in standardised coordinates. A smaller ridge fits the given images better, but with weights in the
 # hundreds that cancel. On some other images, and in bfloat16, the weights do not cancel and the outputs explode.
@@ -51,7 +51,9 @@ class CrossMoments:
         return (2 * (float(self.high) - float(self.low)) / 255) ** 2 / 12 if self.int8 else 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Adds tokens, (..., C_x) and (..., C_y)."""
+        """Adds tokens, (..., C_x) and (..., C_y); there may be none."""
+        if not x.numel():
+            return
         if self.int8:
             # These stay tensors: converting them to numbers would synchronise the device for each batch.
             self.low, self.high = x.min().clamp(max=self.low), x.max().clamp(min=self.high)
@@ -104,6 +106,13 @@ class CrossMoments:
         self.yy += 2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1)
         self.xy += self.xx @ weight.T
         self.mean_y += weight @ self.mean_x + bias.double()
+
+    def standardise_target(self) -> CrossMoments:
+        """Returns the sums for targets that are divided by their standard deviations."""
+        other = copy(self)
+        sigma = (self.yy / self.count).clamp(min=1e-300).sqrt()
+        other.mean_y, other.xy, other.yy = self.mean_y / sigma, self.xy / sigma, self.yy / sigma.square()
+        return other
 
     def select(self, channels: Tensor) -> CrossMoments:
         """Returns the sums for the channels of x with these indices."""
@@ -206,53 +215,152 @@ def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> 
     return chosen
 
 
-def rank_channels(moments: CrossMoments, ridge: float = RIDGES[0]) -> Tensor:
+def rank_channels(
+    moments: CrossMoments, heads: int = 1, columns: int = 1, ridge: float = RIDGES[0]
+) -> tuple[Tensor, Tensor]:
     """Orders the channels of x by backward elimination: the channel that the regression of y on x needs least is first.
 
     With P the inverse of the Gram matrix of x and ``W = P E x y^T`` the regression, removing channel c raises the loss
-    by ``|W_c|^2 / P_cc``. P and W are then updated to the channels that are left.
+    by ``W_c^T P_cc^-1 W_c``. P and W are then updated to the channels that are left.
 
     Args:
         moments: Sums over at least two tokens.
+        heads: Number of heads, consecutive channels of equal number. One channel of each head goes at a time.
+        columns: Columns of x per channel, one after another: the positions of a kernel.
         ridge: This multiple of the Gram matrix's diagonal is added to it, because channels may be collinear.
 
     Returns:
-        Indices of the channels in the order of their removal, (C_x,).
+        Indices of the C channels in the order of their removal, (C,), and the summed squared error that the channels
+        removed up to each one have added, (C,).
     """
     gram = moments.xx.clone()
     diagonal = gram.diagonal()
     diagonal.add_(ridge * diagonal + 1e-300)
     inverse = torch.linalg.inv(gram)
-    fit, left, order = inverse @ moments.xy, torch.arange(len(gram), device=gram.device), []
+    fit, left = inverse @ moments.xy, torch.arange(len(gram) // columns, device=gram.device)
+    order, added = [], []
     while len(left):
-        # Channels go in small groups, since one product of large matrices is much faster than many outer products.
-        # The elimination within a group's candidates is exact.
-        count, losses = max(1, len(left) // 64), fit.square().sum(1) / inverse.diagonal()
-        near = losses.argsort()[: 2 * count]
-        out = near[_eliminate(inverse[near][:, near], fit[near], count)]
+        losses = _removal_losses(inverse, fit, columns)
+        if heads > 1:
+            out = losses.view(heads, -1).argmin(1) + torch.arange(heads, device=left.device) * (len(left) // heads)
+        else:
+            # Channels go in small groups, since one product of large matrices is much faster than many small ones.
+            # The elimination within a group's candidates is exact.
+            count = max(1, len(left) // 64)
+            near = losses.argsort()[: 2 * count]
+            rows = columns_of(near, columns)
+            out = near[_eliminate(inverse[rows][:, rows], fit[rows], count, columns)]
         stay = torch.ones_like(left, dtype=torch.bool)
         stay[out] = False
         stay = stay.nonzero()[:, 0]
         order.append(left[out])
+        left, out, stay = left[stay], columns_of(out, columns), columns_of(stay, columns)
         update = torch.linalg.solve(inverse[out][:, out], torch.cat([inverse[out][:, stay], fit[out]], 1))
+        loss = (update[:, len(stay) :] * fit[out]).sum() / len(order[-1])
+        added.append(loss.expand(len(order[-1])))
         update = inverse[stay][:, out] @ update
         inverse, fit = inverse[stay][:, stay] - update[:, : len(stay)], fit[stay] - update[:, len(stay) :]
-        left = left[stay]
-    return torch.cat(order)
+    return torch.cat(order), torch.cat(added).cumsum(0)
 
 
-def _eliminate(inverse: Tensor, fit: Tensor, count: int) -> list[int]:
+@torch.no_grad()
+def reduce_rank(
+    queries: CrossMoments,
+    keys: CrossMoments,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    rank: int,
+    padding: Tensor | None = None,
+) -> float:
+    """Changes a projection so that q and k of each head are zero behind their first channels, in place.
+
+    With S_q the second moments of q and S_k the covariance of k, ``q^T k`` is approximated by ``(A q)^T (B k)`` from
+    the first terms of the singular value decomposition ``S_q^1/2 S_k^1/2 = U s V^T``: ``A = s^1/2 U^T S_q^-1/2`` and
+    ``B = s^1/2 V^T S_k^-1/2``. The mean of k does not count: it adds the same to all logits of a query.
+
+    Args:
+        queries: Sums over the tokens that queries come from, as x.
+        keys: Sums over the tokens that keys come from, as x.
+        weight: Projection to q, k and v, (3 h d, C).
+        bias: (3 h d,) or None.
+        heads: Number of heads h.
+        rank: Number of channels that do not become zero.
+        padding: q, k and v of padding tokens, (3 h d,), which change too; None if they are the bias.
+
+    Returns:
+        The share of the logits' second moment that is lost, in the head that loses most.
+    """
+    worst, count = 0.0, len(weight) // 3
+    for q, to_q, s, to_k in _logit_terms(queries, keys, weight, bias, heads):
+        worst = max(worst, float(s[rank:].square().sum() / s.square().sum().clamp(min=1e-300)))
+        s = torch.where(torch.arange(len(s), device=s.device) < rank, s, 0.0).sqrt()[:, None]
+        for rows, matrix in ((q, s * to_q), (count + q, s * to_k)):
+            for values in filter(torch.is_tensor, (weight, bias, padding)):
+                values[rows] = (matrix @ values[rows].double()).to(values.dtype)
+    return worst
+
+
+def lost_logits(queries: CrossMoments, keys: CrossMoments, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+    """The mean squared error of ``q^T k`` at each rank 0, 1, ..., d of queries and keys, (h, d + 1).
+
+    :func:`reduce_rank` describes the arguments.
+    """
+    terms = [s.square() for _, _, s, _ in _logit_terms(queries, keys, weight, bias, heads)]
+    return nn.functional.pad(torch.stack(terms).flip(1).cumsum(1).flip(1), (0, 1))
+
+
+@torch.no_grad()
+def _logit_terms(
+    queries: CrossMoments, keys: CrossMoments, weight: Tensor, bias: Tensor | None, heads: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yields the rows of q of each head, ``U^T S_q^-1/2``, s and ``V^T S_k^-1/2``; see :func:`reduce_rank`."""
+    count = len(weight) // 3
+    cov_q, cov_k = (moments.xx / moments.count for moments in (queries, keys))
+    for q in torch.arange(count, device=weight.device).split(count // heads):
+        w_q, w_k = weight[q].double(), weight[count + q].double()
+        mean = w_q @ queries.mean_x + (0.0 if bias is None else bias[q].double())
+        (root_q, inverse_q), (root_k, inverse_k) = map(
+            _roots, (w_q @ cov_q @ w_q.T + mean.outer(mean), w_k @ cov_k @ w_k.T)
+        )
+        u, s, vh = torch.linalg.svd(root_q @ root_k)
+        yield q, u.T @ inverse_q, s, vh @ inverse_k
+
+
+def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """The symmetric square root of a matrix of second moments, and its pseudo-inverse."""
+    values, vectors = torch.linalg.eigh(moments)
+    roots = values.clamp(min=0).sqrt()
+    inverse = torch.where(roots > 1e-6 * roots.max(), 1 / roots, 0.0)
+    return vectors * roots @ vectors.T, vectors * inverse @ vectors.T
+
+
+def columns_of(channels: Tensor, columns: int) -> Tensor:
+    """The columns of channels with ``columns`` columns each."""
+    return (channels[:, None] * columns + torch.arange(columns, device=channels.device)).flatten()
+
+
+def _removal_losses(inverse: Tensor, fit: Tensor, columns: int) -> Tensor:
+    """The loss that removing each channel alone would add, (C,)."""
+    blocks = inverse.unflatten(1, (-1, columns)).unflatten(0, (-1, columns)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    parts = fit.unflatten(0, (-1, columns))
+    return (torch.linalg.solve(blocks, parts) * parts).sum((1, 2))
+
+
+def _eliminate(inverse: Tensor, fit: Tensor, count: int, columns: int) -> list[int]:
     """Indices of the ``count`` channels to remove first, in order; overwrites its arguments."""
     order: list[int] = []
     for _ in range(count):
-        losses = fit.square().sum(1) / inverse.diagonal()
+        losses = _removal_losses(inverse, fit, columns)
         losses[order] = torch.inf
-        out = int(losses.argmin())
-        column, row, pivot = inverse[:, out].clone(), fit[out].clone(), inverse[out, out].clone()
-        inverse -= column.outer(column) / pivot
-        fit -= column.outer(row) / pivot
-        inverse[out, out] = 1.0
-        order.append(out)
+        order.append(int(losses.argmin()))
+        out = slice(order[-1] * columns, (order[-1] + 1) * columns)
+        update = torch.linalg.solve(inverse[out, out], torch.cat([inverse[out], fit[out]], 1))
+        update = inverse[:, out] @ update
+        inverse -= update[:, : len(inverse)]
+        fit -= update[:, len(inverse) :]
+        # The removed channel stays as a row that no other row depends on.
+        inverse[out, out] = torch.eye(columns, dtype=inverse.dtype, device=inverse.device)
     return order
 
 

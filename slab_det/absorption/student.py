@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -13,33 +13,49 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, FFNAbsorption, NormAbsorption
+from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, ChannelAbsorption, NormAbsorption
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan, Step
-from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
-from slab_det.absorption.walk import Walk
-from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
+from slab_det.absorption.regression import (
+    CrossMoments,
+    choose_fit,
+    columns_of,
+    diagonal_fit,
+    measured_part,
+    rank_channels,
+    reduce_rank,
+)
+from slab_det.absorption.tokens import input_tokens, output_tokens, sample_patches, sample_rows
+from slab_det.absorption.walk import Probe, Walk
+from slab_det.fusion.channels import (
+    HiddenChannels,
+    find_channels,
+    keep_channels,
+    output_parameters,
+    resize_channels,
+)
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report
 from slab_det.fusion.fusion_report import FusionReport
-from slab_det.norms.folds import CannotFold
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 
-# Least number of positions of a map on which a convolution of the neck is fitted; the input at each is a patch.
-POSITIONS = 4096
-
 
 def absorb_norms(
-    plan: AbsorptionPlan, names: Collection[str] = (), work_dir: Path | None = None, progress: bool = True
+    plan: AbsorptionPlan,
+    names: Collection[str] = (),
+    channels: float | Mapping[str, int] = 0.0,
+    work_dir: Path | None = None,
+    progress: bool = True,
 ) -> nn.Module:
-    """Makes a student that has absorbed every norm except ``names``.
+    """Makes a student that has absorbed every norm except ``names`` and lost hidden channels.
 
     Args:
         plan: The steps and the images.
         names: Norms that stay LayerNorm.
+        channels: Share of the hidden channels to remove from each FFN; or the number to leave in each place, by name.
         work_dir: Folder for finished blocks, from which a later call resumes; by default the folder of the plan.
         progress: Show a progress bar.
 
@@ -52,8 +68,8 @@ def absorb_norms(
     possible = [name for name, reason in plan.reasons.items() if not reason]
     if unknown := ', '.join(sorted({*names} - {*possible})):
         raise ConversionError(f'keep: {unknown} cannot be absorbed; these can: {", ".join(possible)}')
-    model, blocks = _copy_teacher(plan), [*plan.blocks]
-    absorption = Absorption(plan, model, {*names}, work_dir or plan.folder)
+    model, blocks = copy_teacher(plan), [*plan.blocks]
+    absorption = Absorption(plan, model, {*names}, channels, work_dir or plan.folder)
     first = absorption.resume()
     title = f'Absorption, {len(blocks) - first} of {len(blocks)} blocks'
     for block in Progress(blocks[first:], title, disable=not progress or first == len(blocks)):
@@ -66,13 +82,12 @@ def absorb_norms(
         for fusion in plan.fusions.values()
     ]
     report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
-    ffns = {ffn.ffn: ffn.hidden for ffn in report.pruned}
     model.absorption_report = report
-    model.fusion_report = FusionReport([*past.norms, *fusions], past.ffns | ffns)
+    model.fusion_report = FusionReport([*past.norms, *fusions], past.channels | _kept_channels(report))
     return model
 
 
-def _copy_teacher(plan: AbsorptionPlan) -> nn.Module:
+def copy_teacher(plan: AbsorptionPlan) -> nn.Module:
     """A copy of the teacher with slab_det's own norms fused."""
     model = copy_module(plan.model)
     for fusion in plan.fusions.values():
@@ -88,27 +103,39 @@ class Absorption:
         plan: The steps and the images.
         model: The student before any fit.
         names: Norms that stay LayerNorm.
+        channels: See :func:`absorb_norms`.
         work_dir: Folder for the weights that each block changed.
 
     Attributes:
         report: Report of the steps so far.
         saved: The student's weights when they were last saved or loaded.
+        lost_logits: :attr:`ChannelAbsorption.logits` of attentions whose values are not fitted yet.
     """
 
-    def __init__(self, plan: AbsorptionPlan, model: nn.Module, names: set[str], work_dir: Path) -> None:
-        self.plan, self.model, self.names, self.work_dir = plan, model, names, work_dir
+    def __init__(
+        self,
+        plan: AbsorptionPlan,
+        model: nn.Module,
+        names: set[str],
+        channels: float | Mapping[str, int],
+        work_dir: Path,
+    ) -> None:
+        self.plan, self.model, self.names, self.channels, self.work_dir = plan, model, names, channels, work_dir
         self.teacher, self.student = (
             Walk(net, plan.forward(net), plan.reads, plan.images.store, name)
             for name, net in (('teacher', plan.model), ('student', model))
         )
-        self.report, self.saved = AbsorptionReport(), {}
+        self.report, self.saved, self.lost_logits = AbsorptionReport(), {}, {}
 
     def file(self, block: str) -> Path:
-        """The file of a finished block, shared by students that keep the same norms up to this block."""
+        """The file of a finished block, shared by students that keep the same norms and channels up to this block."""
         blocks = [*self.plan.blocks]
-        fitted = {step.name for name in blocks[: blocks.index(block) + 1] for step in self.plan.blocks[name]}
+        steps = [step for name in blocks[: blocks.index(block) + 1] for step in self.plan.blocks[name]]
+        channels = self.channels
+        if isinstance(channels, Mapping):
+            channels = sorted((step.place, channels.get(step.place, 0)) for step in steps)
         digest = self.plan.digest.copy()
-        digest.update(repr((block, sorted(self.names & fitted))).encode())
+        digest.update(repr((block, sorted(self.names & {step.name for step in steps}), channels)).encode())
         return self.work_dir / f'absorb_{digest.hexdigest()[:16]}.pth'
 
     def save(self, block: str) -> None:
@@ -135,8 +162,7 @@ class Absorption:
             for norm in self.report.norms:
                 if norm.outcome == 'absorbed':
                     apply_fold(self.model, self.plan.fusions[norm.norm])
-            for ffn in self.report.pruned:
-                prune_ffn(self.model.get_submodule(ffn.ffn), torch.arange(ffn.hidden))
+            resize_channels(self.model, _kept_channels(self.report))
             self.model.load_state_dict({**self.model.state_dict(), **weights})
         self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
         blocks = [*self.plan.blocks][: len(files)]
@@ -161,8 +187,15 @@ class Absorption:
             early = step.finishes, '' if is_read or step.finishes != block else block
             if step.name in self.plan.fusions:
                 self._absorb_norm(block, step, early)
-            elif (hidden := self._count_hidden(step)) is not None or self._differs_from_teacher():
-                self._fit_writer(block, step, hidden, early)
+            elif step.name == step.place:
+                early = '', ''
+                if (pruned := self._find_pruned(step)) and pruned[0].tokens:
+                    self._reduce_rank(block, step, *pruned)
+                elif pruned:
+                    early = (step.finishes,) * 2
+                    self._fit_readers(block, step.finishes, *pruned)
+            elif (pruned := self._find_pruned(step)) or self._differs_from_teacher():
+                self._fit_writer(block, step, pruned, early)
             else:
                 early = '', ''
             both = zip((self.teacher, self.student), early, strict=True)
@@ -201,39 +234,90 @@ class Absorption:
             apply_fold(self.model, fusion)
             fold_affine(self.model, fusion, *fit)
 
-    def _count_hidden(self, step: Step) -> int | None:
-        """The number of hidden channels, a multiple of 8, to leave in the FFN of a layer; None if it is not pruned."""
-        if not (self.plan.ffn and step.ffn):
+    def _find_pruned(self, step: Step) -> tuple[HiddenChannels, int] | None:
+        """The place of a step and the number of hidden channels to leave in it; None if it is not pruned."""
+        if not (self.channels and step.place):
             return None
-        try:
-            channels = len(find_ffn_layers(self.model.get_submodule(step.ffn))[0].weight)
-            hidden = 8 * max(1, math.ceil((1 - self.plan.ffn) * channels / 8 - 1e-9))
-            if hidden >= channels:
-                raise CannotFold('it has too few hidden channels')
-        except CannotFold as reason:
-            self.report.ffns.append(FFNAbsorption(step.ffn, reason=str(reason)))
+        place = find_channels(self.model)[step.place]
+        if isinstance(self.channels, Mapping):
+            kept = self.channels.get(place.name, place.count)
+        elif place.tokens:
             return None
-        return hidden
+        else:
+            kept = 8 * max(1, math.ceil((1 - self.channels) * place.count / 8 - 1e-9))
+        if not place.reason and kept < place.count:
+            return place, kept
+        reason = place.reason or ('' if isinstance(self.channels, Mapping) else 'it has too few hidden channels')
+        # Queries and keys are a step of the same place, before the step of the values.
+        if reason and not (place.tokens and step.name == step.place):
+            self.report.channels.append(ChannelAbsorption(place.name, reason=reason))
+        return None
 
-    def _fit_writer(self, block: str, step: Step, hidden: int | None, early: tuple[str, str]) -> None:
-        """Fits a layer so that the student's stream approaches the teacher's; with ``hidden``, prunes its FFN too."""
-        layer, moments = self.model.get_submodule(step.name), _empty_moments(self.plan.int8)
+    def _reduce_rank(self, block: str, step: Step, place: HiddenChannels, kept: int) -> None:
+        """Makes q and k of each head zero behind the channels that stay, with nearly the same logits."""
+        queries, keys = CrossMoments(), CrossMoments()
+        for batch in self.batches():
+            if is_held_out(batch):
+                continue
+            tokens = self.student.run(batch, block, [step.source, step.target])
+            for moments, part in zip((queries, keys), tokens, strict=True):
+                moments.add(part, part[..., :1])
+        _check_finite(step.name, queries, keys)
+        weight, bias = output_parameters(self.model.get_submodule(place.writers[0]))
+        padding = getattr(self.model.get_submodule(place.owner), 'padding_qkv', None)
+        width = kept // place.heads
+        self.lost_logits[place.name] = reduce_rank(queries, keys, weight, bias, place.heads, width, padding)
+
+    def _fit_readers(self, block: str, finish: str, place: HiddenChannels, kept: int) -> None:
+        """Prunes channels of a head, and fits the layers that read them so that their outputs are the teacher's."""
+        moments, readers = _empty_moments(self.plan.int8), [*map(self.model.get_submodule, place.readers)]
+        outputs = [Probe(reader, 'output') for reader in place.readers]
+        for batch in self.batches():
+            targets = self.teacher.run_calls(batch, block, outputs, finish)
+            sources, own = self.student.run_calls(batch, block, [Probe(place.readers[0], 'input'), outputs[0]], finish)
+            # A head runs once on each level of the neck.
+            for source, output, *parts in zip(sources, own, *targets, strict=True):
+                target = torch.cat([*map(output_tokens, parts)], -1)
+                moments[is_held_out(batch)].add(input_tokens(readers[0], source, output), target)
+            del targets, sources, own
+        _check_finite(place.name, *moments)
+        error = _prune(self.model, place, kept, *moments)
+        left = error / measured_part(*moments).variance()
+        self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left))
+
+    def _fit_writer(
+        self, block: str, step: Step, pruned: tuple[HiddenChannels, int] | None, early: tuple[str, str]
+    ) -> None:
+        """Fits a layer so that the student's stream approaches the teacher's, after pruning the channels it reads."""
+        layer, moments, streams = self.model.get_submodule(step.name), _empty_moments(self.plan.int8), _empty_moments()
         for batch in self.batches():
             (target,) = self.teacher.run(batch, block, [step.target], early[0])
             source, stream = self.student.run(batch, block, [step.source, step.target], early[1])
             if isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 if target.ndim == 4:
-                    source, stream, target = _patches(layer, source, stream), _sample_rows(stream), _sample_rows(target)
+                    source, stream, target = (
+                        sample_patches(layer, source, stream),
+                        sample_rows(stream),
+                        sample_rows(target),
+                    )
                 else:
                     # A convolution in an FFN has kernel 1 and writes tokens.
                     source = source.flatten(2).transpose(1, 2)
             moments[is_held_out(batch)].add(source, target - stream)
+            if pruned:
+                streams[is_held_out(batch)].add(target[..., :1], target)
             del source, stream, target
         _check_finite(step.name, *moments)
-        if hidden is None:
-            self.report.refits[step.name] = _refit(layer, *moments)
+        if pruned:
+            place, kept = pruned
+            for part in {moments[0], measured_part(*moments)}:
+                # The target becomes the whole output that the layer should have, not only the error before.
+                part.add_to_target(layer.weight.flatten(1), layer.bias)
+            left = _prune(self.model, place, kept, *moments) / measured_part(*streams).variance()
+            logits = self.lost_logits.get(place.name)
+            self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left, logits=logits))
         else:
-            self.report.ffns.append(_prune(step.ffn, self.model.get_submodule(step.ffn), hidden, *moments))
+            self.report.refits[step.name] = _refit(layer, *moments)
 
 
 @torch.no_grad()
@@ -257,41 +341,37 @@ def _refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossM
 
 
 @torch.no_grad()
-def _prune(name: str, ffn: nn.Module, hidden: int, moments: CrossMoments, held_out: CrossMoments) -> FFNAbsorption:
-    """Removes hidden channels, the inputs of the moments, from an FFN, and refits its second layer."""
-    _, _, fc2 = find_ffn_layers(ffn)
-    weight = fc2.weight.flatten(1)
-    for part in {moments, measured_part(moments, held_out)}:
-        # The target becomes the whole output that the FFN should have, not only the error of the unpruned FFN.
-        part.add_to_target(weight, fc2.bias)
-    stay = rank_channels(moments)[-hidden:].sort().values
-    moments, held_out = moments.select(stay), held_out.select(stay)
-    fit = choose_fit(moments, held_out, weight[:, stay].double())
-    prune_ffn(ffn, stay)
-    fc2.weight.copy_(fit.matrix.view_as(fc2.weight))
-    fc2.bias.copy_(fit.shift)
-    return FFNAbsorption(name, len(weight[0]), hidden, left=measured_part(moments, held_out).unexplained(fit))
+def _prune(model: nn.Module, place: HiddenChannels, kept: int, moments: CrossMoments, held_out: CrossMoments) -> float:
+    """Removes hidden channels, the inputs of the moments, and refits the layers that read them.
+
+    Returns the mean squared error.
+    """
+    readers = [*map(model.get_submodule, place.readers)]
+    weight = torch.cat([reader.weight.flatten(1) for reader in readers])
+    columns = weight.shape[1] // place.count
+    # Outputs of several layers, such as classes and boxes, have different units.
+    ranked = moments.standardise_target() if len(readers) > 1 else moments
+    stay = rank_channels(ranked, place.heads, columns)[0][-kept:].sort().values
+    inputs = columns_of(stay, columns)
+    moments, held_out = moments.select(inputs), held_out.select(inputs)
+    fit = choose_fit(moments, held_out, weight[:, inputs].double())
+    keep_channels(model, place, stay)
+    sizes = [len(reader.weight) for reader in readers]
+    for reader, *values in zip(readers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
+        for parameter, value in zip((reader.weight, reader.bias), values, strict=True):
+            parameter.copy_(value.view_as(parameter))
+    judge = measured_part(moments, held_out)
+    return judge.unexplained(fit) * judge.variance()
+
+
+def _kept_channels(report: AbsorptionReport) -> dict[str, int]:
+    return {place.place: place.kept for place in report.pruned}
 
 
 def _release_memory() -> None:
     """Returns freed memory to the system: glibc keeps as much as is in use, in pieces that fit no later step."""
     if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
         trim(0)
-
-
-def _row_step(output: Tensor) -> int:
-    return max(1, output.shape[-2] * output.shape[-1] // POSITIONS)
-
-
-def _sample_rows(output: Tensor) -> Tensor:
-    """Every n-th row of a map, n from ``_row_step``, as tokens (B, N, C_out)."""
-    return output[:, :, :: _row_step(output)].flatten(2).transpose(1, 2).clone()
-
-
-def _patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
-    """The input patches of a convolution for the rows of :func:`_sample_rows`, (B, N, C_in k k)."""
-    stride = conv.stride[0] * _row_step(output), conv.stride[1]
-    return nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
 
 
 def _empty_moments(int8: bool = False) -> tuple[CrossMoments, CrossMoments]:

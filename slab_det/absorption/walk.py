@@ -83,7 +83,8 @@ class Walk:
 
     Args:
         model: In eval mode.
-        forward: Runs the model on an image tensor, as far as the last block at least.
+        forward: Runs the model on an image tensor, as far as the last block at least; its second argument is the index
+            of the batch.
         reads: For each block, in the order of the calls, the names of the finished modules, and ``IMAGE``, whose
             outputs it needs; see :func:`find_reads`.
         store: Holds the image tensor of each batch, (B, 3, H, W), by its index, and takes the outputs of modules.
@@ -93,7 +94,7 @@ class Walk:
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[[Tensor], object],
+        forward: Callable[[Tensor, int], object],
         reads: Mapping[str, set[str]],
         store: TensorStore,
         name: str = '',
@@ -111,8 +112,23 @@ class Walk:
             probes: Places in the block.
             finish: The block, or a module in it, to finish with the output of this run; '' for none.
         """
-        found: dict[Probe, object] = {}
-        wanted = {*probes, Probe(finish, 'output')} if finish else {*probes}
+        found = self._run(batch, block, probes, finish)
+        return [tensors_in(found[probe][0])[0] for probe in probes]
+
+    def run_calls(self, batch: int, block: str, probes: Sequence[Probe], finish: str = '') -> list[list[Tensor]]:
+        """Runs the model to the end of a block, and returns the tensors of every call of each probe.
+
+        :meth:`run` describes the arguments.
+        """
+        found = self._run(batch, block, probes, finish, Probe(block, 'output'))
+        return [[tensors_in(value)[0] for value in found[probe]] for probe in probes]
+
+    def _run(
+        self, batch: int, block: str, probes: Sequence[Probe], finish: str, last: Probe | None = None
+    ) -> dict[Probe, list[object]]:
+        """The values of the probes at their calls, until ``last`` is reached; by default until all are reached."""
+        found: dict[Probe, list[object]] = defaultdict(list)
+        wanted = {*probes, *([Probe(finish, 'output')] if finish else []), *([last] if last else [])}
         finished = self.finished[batch]
         image = finished.pop(IMAGE, None)
         given = {
@@ -124,8 +140,9 @@ class Walk:
         finished[IMAGE] = _filled_like(image)
 
         def see(value: object, probe: Probe) -> None:
-            found.setdefault(probe, value)
-            if len(found) == len(wanted):
+            # An activation may be written into the output that it reads.
+            found[probe].append(map_tensors(Tensor.clone, value) if last and probe.side == 'output' else value)
+            if probe == last if last else len(found) == len(wanted):
                 raise _Stop
 
         with ExitStack() as stack, torch.no_grad():
@@ -135,12 +152,12 @@ class Walk:
                 module = self.model.get_submodule(probe.module)
                 stack.callback(register_probe(module, probe.side, partial(see, probe=probe)).remove)
             with suppress(_Stop):
-                self.forward(image)
+                self.forward(image, batch)
         if missed := ', '.join(probe.module for probe in wanted if probe not in found):
             raise ConversionError(f'{missed}: the forward does not call it, though the rules of the model name it')
         if finish:
-            self._finish(finish, batch, found[Probe(finish, 'output')], block)
-        return [tensors_in(found[probe])[0] for probe in probes]
+            self._finish(finish, batch, found[Probe(finish, 'output')][0], block)
+        return found
 
     def _finish(self, name: str, batch: int, output: object, block: str) -> None:
         blocks = [*self.reads]
@@ -156,9 +173,10 @@ class Walk:
 
 
 def find_reads(
-    model: nn.Module, forward: Callable[[Tensor], object], blocks: Iterable[str], image: Tensor
+    model: nn.Module, forward: Callable[[Tensor, int], object], blocks: Iterable[str], image: Tensor
 ) -> dict[str, set[str]]:
-    """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from.
+    """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from; ``image`` is of
+    batch 0.
 
     Every block output is replaced by a leaf of autograd's graph. The input of a later block then has a gradient with
     respect to a leaf only if it is computed from this output directly, and not from the output of a block in between.
@@ -191,7 +209,7 @@ def find_reads(
             module = model.get_submodule(name)
             stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
             stack.callback(register_probe(module, 'output', partial(leave, name=name)).remove)
-        forward(leaves[0][1].clone())
+        forward(leaves[0][1].clone(), 0)
     return reads
 
 

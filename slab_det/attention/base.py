@@ -28,7 +28,7 @@ class Attention(BaseModule):
 
     Args:
         embed_dims: Channels C.
-        num_heads: Heads h; each has d = C / h channels.
+        num_heads: Heads h; each has d = C / h channels, or fewer after :meth:`keep_head_dims`.
         table_shape: Size (H', W') of a table of positions: the keys' window, or the keys' map in pretraining.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
         attn_drop_rate: Dropout on softmax attention weights.
@@ -62,6 +62,14 @@ class Attention(BaseModule):
         self.head_dims = embed_dims // num_heads
         self.qk_scale = qk_scale or self.head_dims**-0.5
         self.attn_drop_rate = attn_drop_rate
+
+    def keep_head_dims(self, head_dims: int, rows: Tensor) -> None:
+        """Sets d after only these ``rows`` of the projection to q, k and v were left; the factor of the logits stays.
+
+        q, k and v lose the same number of channels: PyTorch's fused kernels for CPUs need one width, and without
+        them softmax attention takes 2 to 5 times as long.
+        """
+        self.head_dims = head_dims
 
     @property
     def groups(self) -> int:
@@ -133,12 +141,17 @@ class WindowAttention(Attention):
         """The q, k and v of a padding token, (3C,): the bias of qkv, because the token is zero."""
         if self.padding_qkv is not None:
             return self.padding_qkv
-        return self.qkv.weight.new_zeros(3 * self.embed_dims) if self.qkv.bias is None else self.qkv.bias
+        return self.qkv.weight.new_zeros(len(self.qkv.weight)) if self.qkv.bias is None else self.qkv.bias
 
     def keep_padding(self) -> None:
         """Stores q, k and v of padding tokens; fusion calls it before it folds a norm into qkv."""
         # Padding tokens never passed the norm: they must keep the unfused bias.
         self.padding_qkv = self.padding_row().detach().clone()
+
+    def keep_head_dims(self, head_dims: int, rows: Tensor) -> None:
+        super().keep_head_dims(head_dims, rows)
+        if self.padding_qkv is not None:
+            self.padding_qkv = self.padding_qkv[rows]
 
     def input_layers(self) -> tuple[str]:
         return ('qkv',)
@@ -168,6 +181,11 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
         bias = bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
         mask = geometry.attention_mask(dtype)
         return (bias if mask is None else bias + mask[:, None]).contiguous()
+
+    def hidden_channels(self) -> Iterator[tuple]:
+        """The channels of the heads; see :class:`slab_det.fusion.Channels`. A subclass may mix them."""
+        if type(self) is SoftmaxWindowAttention:
+            yield '', ('qkv',), ('proj',), (), self.num_heads, (('qkv', 'input'),) * 2
 
 
 class ShiftedWindowAttention(BaseModule):
@@ -258,7 +276,7 @@ class MapAttention(Attention):
 
     def projections(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """Weight and bias of the projection to q, and of the projection to k and v."""
-        sizes = [self.embed_dims, 2 * self.embed_dims]
+        sizes = [self.num_heads * self.head_dims, 2 * self.num_heads * self.head_dims]
         biases = (None, None) if self.attn.in_proj_bias is None else self.attn.in_proj_bias.split(sizes)
         return tuple(zip(self.attn.in_proj_weight.split(sizes), biases, strict=True))
 
@@ -279,3 +297,9 @@ class MapAttention(Attention):
 
 class SoftmaxMapAttention(SoftmaxMixing, MapAttention):
     """Softmax attention over a map (PVT, Wang et al., ICCV 2021)."""
+
+    def hidden_channels(self) -> Iterator[tuple]:
+        """The channels of the heads; see :class:`slab_det.fusion.Channels`. A subclass may mix them."""
+        if type(self) is SoftmaxMapAttention:
+            keys = ('norm', 'output') if self.sr_ratio > 1 else ('', 'input')
+            yield '', ('attn',), ('attn.out_proj',), (), self.num_heads, (('', 'input'), keys)

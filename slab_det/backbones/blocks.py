@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
 from slab_det.backbones.arguments import check_whole
-from slab_det.norms.folds import CannotFold, Fold, Write
+from slab_det.norms.folds import CannotFold, Channels, Fold, Write
 
 
 class LinearFFN(BaseModule):
@@ -98,11 +98,16 @@ class LinearFFN(BaseModule):
     def writes(self) -> Iterator[Write]:
         yield Write(self.fc2)
 
-    def ffn_layers(self) -> tuple[str, str, str]:
-        """Names of fc1, activation and fc2, for :func:`slab_det.absorb`; CannotFold if a layer stands between."""
+    def hidden_channels(self) -> Iterator[Channels]:
+        """The hidden channels, for :func:`slab_det.absorb`; CannotFold if a norm stands between the layers."""
         if not isinstance(self.norm, nn.Identity):
             raise CannotFold('a norm stands between its layers')
-        return self.fc1, self.activation, self.fc2
+        (write,) = self.writes()
+        yield Channels('', (self.fc1,), (write.layer,), self.between())
+
+    def between(self) -> tuple[str, ...]:
+        """Names of the layers between fc1 and fc2, without norm and dropout."""
+        return (self.activation,)
 
 
 class ConvFFN(LinearFFN):
@@ -140,10 +145,8 @@ class ConvFFN(LinearFFN):
         last = len(self.layers) - 1
         yield Write(f'layers.{last - 1}', source=f'layers.{last}')
 
-    def ffn_layers(self) -> tuple[str, str, str]:
-        if self.use_conv:
-            raise CannotFold('a depthwise convolution stands between its layers')
-        return super().ffn_layers()
+    def between(self) -> tuple[str, ...]:
+        return ('layers.1', 'layers.2') if self.use_conv else super().between()
 
 
 class Block(BaseModule):

@@ -9,8 +9,7 @@ from mmcv.cnn import Linear
 from torch import nn
 
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
-from slab_det.fusion.ffn_pruning import find_ffn_layers
-from slab_det.norms.folds import CannotFold, find_hooks
+from slab_det.norms.folds import find_hooks
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 
@@ -40,11 +39,10 @@ class FFNLayers(NamedTuple):
 
 def known_ffn(ffn: nn.Module) -> FFNLayers | None:
     """The layers of an FFN; None if it has other layers too, such as a convolution or a norm."""
-    if type(ffn) not in (LinearFFN, ConvFFN):
+    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
         return None
-    try:
-        fc1, activation, fc2 = find_ffn_layers(ffn)
-    except CannotFold:
+    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
+    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
         return None
     if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None

@@ -4,4 +4,4 @@ from slab_det.fusion.fuse import FusionError, check_statistics
 from slab_det.fusion.fusion_report import FusionReport, NormFusion
 from slab_det.fusion.save import FusedDetector, save_fused
 from slab_det.fusion.verify import verify_fusion
-from slab_det.norms.folds import CannotFold, Fold, Write, register_folds
+from slab_det.norms.folds import CannotFold, Channels, Fold, Write, register_folds

@@ -64,9 +64,9 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 
 def past_report(model: nn.Module) -> FusionReport:
-    """The part of ``model.fusion_report`` that stays valid: norms replaced and FFNs pruned by earlier calls."""
+    """The part of ``model.fusion_report`` that stays valid: norms replaced and channels removed by earlier calls."""
     report = getattr(model, 'fusion_report', FusionReport([]))
-    return FusionReport([fusion for fusion in report.norms if fusion.outcome != 'kept'], report.ffns)
+    return FusionReport([fusion for fusion in report.norms if fusion.outcome != 'kept'], report.channels)
 
 
 def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[NormFusion]:
@@ -128,7 +128,7 @@ def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
     if not hasattr(model, 'fusion_report'):
         # Unfused weights have many of the fused model's keys and shapes.
         model.register_load_state_dict_pre_hook(check_state_dict)
-    model.fusion_report = FusionReport(fusions, dict(past.ffns))
+    model.fusion_report = FusionReport(fusions, dict(past.channels))
     return model
 
 

@@ -45,11 +45,12 @@ class FusionReport:
 
     Attributes:
         norms: One entry for each norm.
-        ffns: Number of hidden channels left in each FFN that :func:`slab_det.absorb` pruned, by the name of the FFN.
+        channels: Number of hidden channels left in each place that :func:`slab_det.absorb` pruned, by the name of the
+            place: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
     """
 
     norms: list[NormFusion]
-    ffns: dict[str, int] = field(default_factory=dict)
+    channels: dict[str, int] = field(default_factory=dict)
 
     def select(self, outcome: str) -> list[NormFusion]:
         """The norms with this outcome."""
@@ -57,13 +58,13 @@ class FusionReport:
 
     def to_dict(self) -> dict:
         """The number of norms with each outcome, and every norm."""
-        ffns = {'ffns': self.ffns} if self.ffns else {}
-        return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **ffns}
+        channels = {'channels': self.channels} if self.channels else {}
+        return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **channels}
 
     def __str__(self) -> str:
         counts = ', '.join(f'{count} {outcome}' for outcome, count in self._count().items())
         left = [f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}' for norm in self.norms if not norm.into]
-        pruned = [f'{len(self.ffns)} FFNs pruned'] if self.ffns else []
+        pruned = [f'hidden channels removed in {len(self.channels)} places'] if self.channels else []
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *pruned])
 
     def _count(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.backbones.blocks import Block
-from slab_det.norms.folds import CannotFold, Fold, Write, register_folds
+from slab_det.norms.folds import CannotFold, Channels, Fold, Write, register_folds
 
 # These methods hand the outputs of the backbone to the neck, and to nothing else.
 EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
@@ -65,16 +65,16 @@ def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
     return ('projection',)
 
 
-def _ffn_layers(ffn: FFN) -> tuple[str, str, str]:
+def _ffn_channels(ffn: FFN) -> list[Channels]:
     if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
         raise CannotFold('it does not have two layers and a residual connection, or has a LayerScale')
-    return 'layers.0.0', 'layers.0.1', 'layers.1'
+    return [Channels('', ('layers.0.0',), ('layers.1',), ('layers.0.1',))]
 
 
-def _mix_ffn_layers(ffn: MixFFN) -> tuple[str, str, str]:
-    if len(ffn.layers) != 5:
-        raise CannotFold('a depthwise convolution stands between its layers')
-    return 'layers.0', 'layers.1', 'layers.3'
+def _mix_ffn_channels(ffn: MixFFN) -> list[Channels]:
+    # The last two layers are fc2 and its dropout, the layer before them is a dropout.
+    names = [f'layers.{i}' for i in range(len(ffn.layers) - 1)]
+    return [Channels('', names[:1], names[-1:], names[1:-2])]
 
 
 register_folds(SwinTransformer, output_folds=SLABSwin.output_folds)
@@ -94,8 +94,8 @@ register_folds(
     # The second layer of the FFN is last but one, before the dropout.
     writes=lambda block: [Write('attn.attn.out_proj', 'norm2'), Write(f'ffn.layers.{len(block.ffn.layers) - 2}')],
 )
-register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',), ffn_layers=_ffn_layers)
-register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',), ffn_layers=_mix_ffn_layers)
+register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',), hidden_channels=_ffn_channels)
+register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',), hidden_channels=_mix_ffn_channels)
 register_folds(FPN, FPN_DropBlock, input_layers=_fpn_input_layers, writes=_fpn_writes)
 # A list of necks, such as FPN and DyHead.
 register_folds(nn.Sequential, Sequential, input_layers=lambda modules, part='': (f'0[{part}]' if part else '0',))

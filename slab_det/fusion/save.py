@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
@@ -13,7 +12,7 @@ from torch import nn
 
 import slab_det
 from slab_det.backbones.adopt import adopt
-from slab_det.fusion.ffn_pruning import prune_ffn
+from slab_det.fusion.channels import resize_channels
 from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.fusion_report import NormFusion
 from slab_det.norms import set_gamma
@@ -36,14 +35,20 @@ TRAINING_KEYS = (
 
 @MODELS.register_module()
 def FusedDetector(  # noqa: N802 (a config's type)
-    model: dict, folds: Sequence[dict], ffns: dict[str, int] | None = None, **changes: dict
+    model: dict,
+    folds: Sequence[dict],
+    channels: dict[str, int] | None = None,
+    ffns: dict[str, int] | None = None,
+    **changes: dict,
 ) -> nn.Module:
-    """Builds ``model``, removes its norms and prunes its FFNs; the weights come from a checkpoint.
+    """Builds ``model``, removes its norms and hidden channels; the weights come from a checkpoint.
 
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
         folds: The outcome for each norm, as :func:`save_fused` writes it.
-        ffns: Number of hidden channels of each pruned FFN, by its name.
+        channels: Number of hidden channels of each pruned place, by its name; see
+            :attr:`slab_det.fusion.FusionReport.channels`.
+        ffns: ``channels`` in configs of earlier versions, which have FFNs only.
         **changes: Merged into ``model``, so that options for the unfused config, such as ``model.test_cfg``, work here.
 
     Returns:
@@ -51,7 +56,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
         incomplete or from another model raises CheckpointError.
 
     Raises:
-        FusionError: If ``folds`` belong to another model.
+        FusionError: If ``folds`` or ``channels`` belong to another model.
     """
     model = merge_changes(model, **changes)
     drop_pretrained(model)
@@ -60,16 +65,16 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector.eval()  # no chaining: the eval() of mmdet's backbones returns None
     adopt(detector)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
-    for name, hidden in (ffns or {}).items():
-        prune_ffn(detector.get_submodule(name), torch.arange(hidden))
-    detector.fusion_report.ffns.update(ffns or {})
+    channels = {**(ffns or {}), **(channels or {})}
+    resize_channels(detector, channels)
+    detector.fusion_report.channels.update(channels)
     return detector
 
 
-def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
+def _fused_config(cfg: Config, folds: list[dict], channels: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
-    # Only training needs the teacher of a DistilledDetector. The new ``folds`` and ``ffns`` include those of an earlier
-    # fusion.
+    # Only training needs the teacher of a DistilledDetector. The new ``folds`` and ``channels`` include those of an
+    # earlier fusion.
     values['model'] = ConfigDict(detector_config(values['model'])).to_dict()
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
@@ -79,8 +84,8 @@ def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Confi
         values['model']['data_preprocessor']['type'] = 'CheckedDataPreprocessor'
     # 'mmdet.' is for configs with another default scope; mmdet's init_detector reads the key `backbone`.
     values['model'] = dict(type='mmdet.FusedDetector', model=values['model'], folds=folds, backbone={})
-    if ffns:
-        values['model']['ffns'] = ffns
+    if channels:
+        values['model']['channels'] = channels
     import_slab_det(values)
     return Config(values)
 
@@ -98,7 +103,7 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
         The paths of the checkpoint and of the config.
     """
     folds = [fusion.to_dict() for fusion in model.fusion_report.norms]
-    fused_cfg = _fused_config(cfg, folds, model.fusion_report.ffns)
+    fused_cfg = _fused_config(cfg, folds, model.fusion_report.channels)
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:
         meta['dataset_meta'] = dataset_meta

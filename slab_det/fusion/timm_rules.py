@@ -7,7 +7,7 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Win
 from timm.models.vision_transformer import Attention, Block
 from torch import nn
 
-from slab_det.norms.folds import CannotFold, Fold, Write, register_folds
+from slab_det.norms.folds import CannotFold, Channels, Fold, Write, register_folds
 
 
 def _block_writes(block: Block) -> list[Write]:
@@ -29,10 +29,10 @@ def _window_input_layers(attn: WindowAttention, part: str = '') -> tuple[str]:
     return ('qkv',)
 
 
-def _mlp_layers(mlp: Mlp) -> tuple[str, str, str]:
+def _mlp_channels(mlp: Mlp) -> list[Channels]:
     if not isinstance(mlp.norm, nn.Identity) or not isinstance(mlp.fc1, nn.Linear):
         raise CannotFold('a norm stands between its layers, or they are convolutions')
-    return 'fc1', 'act', 'fc2'
+    return [Channels('', ('fc1',), ('fc2',), ('act',))]
 
 
 register_folds(
@@ -41,7 +41,10 @@ register_folds(
 # Newer timm attentions may have a gate, which also reads the input.
 register_folds(Attention, input_layers=lambda attn: ('qkv', *(['gate'] if getattr(attn, 'gate', None) else [])))
 register_folds(
-    Mlp, folds=lambda mlp: [Fold('norm', before='fc2')], input_layers=lambda mlp: ('fc1',), ffn_layers=_mlp_layers
+    Mlp,
+    folds=lambda mlp: [Fold('norm', before='fc2')],
+    input_layers=lambda mlp: ('fc1',),
+    hidden_channels=_mlp_channels,
 )
 # attn.proj is left out: it reads tokens in window order, not in the order of the stream.
 register_folds(SwinTransformerBlock, folds=_swin_block_folds, writes=lambda block: [Write('mlp.fc2')])

@@ -53,6 +53,30 @@ class Write(NamedTuple):
     source: str = ''
 
 
+class Channels(NamedTuple):
+    """Hidden channels, which can be removed: ``writers`` compute them, and nothing but ``readers`` reads them.
+
+    A module's method ``hidden_channels()`` yields one for each of its places with hidden channels, or the same values
+    as a tuple. Names are dotted and relative to the module.
+
+    Attributes:
+        name: Name of the place; '' for the module itself.
+        writers: Layers whose outputs are the channels. The layer of an attention writes q, k and v, one after another.
+        readers: The layers that read the channels.
+        between: What stands between, in any order: activations and depthwise convolutions.
+        heads: Number of attention heads, consecutive channels of equal number. An equal number stays in each head.
+        tokens: In an attention, the tokens that queries come from and the tokens that keys come from, each as the
+            name of a module and its side, 'input' or 'output'.
+    """
+
+    name: str
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+    between: tuple[str, ...] = ()
+    heads: int = 1
+    tokens: tuple[tuple[str, str], ...] = ()
+
+
 # The module with the rules for a library, by the library's name; imported at the first use, because it takes seconds.
 LIBRARY_RULES: dict[str, str] = {}
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
@@ -64,7 +88,7 @@ def register_folds(
     input_layers: Callable | None = None,
     output_folds: Callable | None = None,
     writes: Callable | None = None,
-    ffn_layers: Callable | None = None,
+    hidden_channels: Callable | None = None,
 ) -> None:
     """Registers rules for classes of another library, in place of methods ``folds()``, ``input_layers()`` and so on.
 
@@ -83,11 +107,11 @@ def register_folds(
         output_folds: Returns a :class:`Fold` for each output of a backbone, in the order of the outputs: the norm whose
             output it is, and the modules inside the backbone that also read the norm.
         writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
-        ffn_layers: Returns the names of the first layer, the activation and the second layer of an FFN, for
-            :func:`slab_det.absorb`. Raises CannotFold if the FFN has further layers.
+        hidden_channels: Returns a :class:`Channels` for each place with hidden channels, for :func:`slab_det.absorb`.
+            Raises CannotFold if the module has layers that keep all of its channels.
     """
     rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds)
-    rules |= dict(writes=writes, ffn_layers=ffn_layers)
+    rules |= dict(writes=writes, hidden_channels=hidden_channels)
     for kind in kinds:
         _import_rules(kind)
         _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from mmengine.config import Config, ConfigDict
 
 # Arguments of FusedDetector other than its model and the changes to it.
-FUSED_KEYS = ('type', 'folds', 'ffns')
+FUSED_KEYS = ('type', 'folds', 'channels', 'ffns')
 
 
 def type_name(kind: str | Callable) -> str:

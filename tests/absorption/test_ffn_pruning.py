@@ -5,6 +5,7 @@ import torch
 from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference
 from mmengine.config import Config
 from teachers import build_teacher
+from torch import nn
 
 import slab_det
 from slab_det.absorption.absorb import absorb
@@ -12,9 +13,10 @@ from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.deployment.cpu.tiled_blocks import TiledFFN
 from slab_det.fusion import save_fused
-from slab_det.fusion.ffn_pruning import find_ffn_layers
+from slab_det.fusion.channels import find_channels
 
 TWINS = 'SLABSwin', 'SwinTransformer', 'SLABPVT', 'PyramidVisionTransformer'
+CONV_TWINS = 'PVTv2', 'PyramidVisionTransformerV2'
 
 
 def ffns_of(model):
@@ -24,7 +26,7 @@ def ffns_of(model):
 
 def first_weight(model, name):
     """Weight of the first layer of an FFN, (hidden, C)."""
-    return find_ffn_layers(model.get_submodule(name))[0].weight.flatten(1)
+    return model.get_submodule(find_channels(model)[name].writers[0]).weight.flatten(1)
 
 
 @pytest.fixture
@@ -33,23 +35,27 @@ def teacher():
 
     def build(backbone):
         model = build_teacher(backbone, 'faster_rcnn', act_cfg=dict(type='ReLU'))
-        for ffn in ffns_of(model).values() if backbone in TWINS else ():
-            fc1, _, _ = find_ffn_layers(ffn)
+        for name in ffns_of(model) if backbone in (*TWINS, *CONV_TWINS) else ():
+            fc1, *_ = map(model.get_submodule, find_channels(model)[name].writers)
             fc1.weight.data[1::2] = 2 * fc1.weight.data[::2]
             fc1.bias.data[1::2] = 2 * fc1.bias.data[::2]
+            for layer in model.get_submodule(name).modules():
+                if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+                    layer.weight.data[1::2] = layer.weight.data[::2]
+                    layer.bias.data[1::2] = 2 * layer.bias.data[::2]
         return model
 
     return build
 
 
-@pytest.mark.parametrize('backbone', TWINS)
+@pytest.mark.parametrize('backbone', [*TWINS, *CONV_TWINS])
 def test_redundant_channels_are_pruned(teacher, backbone):
     model, images = teacher(backbone).double(), [image.double() for image in pictures(10)]
     half, few = (absorb(model, images, keep='all', ffn=share, progress=False) for share in (0.5, 0.75))
     assert layer_norms(half) == layer_norms(few) == layer_norms(model)
     for ffn in half.absorption_report.pruned:
-        rows, all_rows = (first_weight(net, ffn.ffn) for net in (half, model))
-        assert len(all_rows) == ffn.channels and len(rows) == ffn.hidden == max(8, ffn.channels // 2)
+        rows, all_rows = (first_weight(net, ffn.place) for net in (half, model))
+        assert len(all_rows) == ffn.channels and len(rows) == ffn.kept == max(8, ffn.channels // 2)
         assert {*map(tuple, rows.tolist())} < {*map(tuple, all_rows.tolist())}
     for size in ((66, 70), (75, 101)):
         image = pictures(1, size, seed=5)[0].double()
@@ -58,7 +64,7 @@ def test_redundant_channels_are_pruned(teacher, backbone):
             losses = [relative_difference(student.extract_feat(image), maps) for student in (half, few)]
             assert losses[0] < 1e-2 and losses[0] < losses[1], losses
             assert relative_difference(slab_det.deploy(few).extract_feat(image), few.extract_feat(image)) < 1e-9
-    assert f'{len(half.absorption_report.pruned)} FFNs pruned' in str(half.absorption_report)
+    assert f'channels removed in {len(half.absorption_report.pruned)} places' in str(half.absorption_report)
 
 
 @pytest.mark.parametrize('backbone', ['SLABSwin', 'BN+FFNBN', 'FFN norm', 'PyramidVisionTransformer'])
@@ -85,16 +91,14 @@ def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, 
 @pytest.mark.parametrize(
     ('backbone', 'keep', 'reason'),
     [
-        ('PVTv2', 'all', 'a depthwise convolution stands between its layers'),
-        ('PyramidVisionTransformerV2', 'none', 'a depthwise convolution stands between its layers'),
         ('FFN norm', 'all', 'a norm stands between its layers'),
     ],
 )
 def test_an_ffn_with_more_than_two_layers_is_left_alone(teacher, backbone, keep, reason):
     student = absorb(teacher(backbone), pictures(5), keep=keep, ffn=0.5, progress=False)
     report = student.absorption_report
-    assert [(ffn.ffn, ffn.reason) for ffn in report.ffns] == [(name, reason) for name in ffns_of(student)]
-    assert f'{report.ffns[0].ffn}: left alone, {reason}' in str(report)
+    assert [(ffn.place, ffn.reason) for ffn in report.channels] == [(name, reason) for name in ffns_of(student)]
+    assert f'{report.channels[0].place}: left alone, {reason}' in str(report)
 
 
 def test_pruning_resumes_from_its_work_dir(teacher, tmp_path):
@@ -113,12 +117,12 @@ def test_a_detector_without_norms_to_absorb_needs_a_share(teacher):
         absorb(model, pictures(5), progress=False)
     for options, message in (
         (dict(ffn=1.0), 'ffn=1.0: give a share from 0 to below 1'),
-        (dict(keep='all'), "keep='all' and ffn=0 leave nothing to absorb"),
+        (dict(keep='all'), "keep='all' leaves nothing to absorb"),
     ):
         with pytest.raises(ConversionError, match=message):
             absorb(model, pictures(5), **options, progress=False)
     half = absorb(model, pictures(5), ffn=0.5, progress=False)
     quarter = absorb(half, pictures(5), ffn=0.5, progress=False)
     assert [ffn.channels for ffn in quarter.absorption_report.pruned] == [
-        ffn.hidden for ffn in half.absorption_report.pruned if ffn.hidden > 8
+        ffn.kept for ffn in half.absorption_report.pruned if ffn.kept > 8
     ]

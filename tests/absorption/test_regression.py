@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from slab_det.absorption.regression import RIDGES, CrossMoments, choose_fit, diagonal_fit, rank_channels, ridge_fits
+from slab_det.absorption.regression import (
+    RIDGES,
+    CrossMoments,
+    choose_fit,
+    diagonal_fit,
+    lost_logits,
+    rank_channels,
+    reduce_rank,
+    ridge_fits,
+)
 
 
 def tokens(count=600, noise=0.0, seed=0):
@@ -152,7 +161,7 @@ def test_channels_are_ranked_by_backward_elimination():
             losses[channel] = (centred_y - others @ torch.linalg.lstsq(others, centred_y).solution).square().sum()
         order.append(min(losses, key=losses.get))
         left.remove(order[-1])
-    assert rank_channels(moments_of(x, y), ridge=0.0).tolist() == order
+    assert rank_channels(moments_of(x, y), ridge=0.0)[0].tolist() == order
 
 
 def test_changed_targets_and_selected_channels_give_the_moments_of_their_tokens():
@@ -175,5 +184,59 @@ def test_one_channel_of_each_equal_pair_is_removed_first():
     x = torch.randn(2000, 200, generator=generator, dtype=torch.float64)
     x = torch.cat([x, x + 1e-3 * torch.randn(2000, 200, generator=generator, dtype=torch.float64)], 1)
     y = x[:, :200] @ torch.randn(200, 5, generator=generator, dtype=torch.float64)
-    first = rank_channels(moments_of(x, y))[:200]
+    first = rank_channels(moments_of(x, y))[0][:200]
     assert len({*(first % 200).tolist()}) == 200
+
+
+@pytest.mark.parametrize(('heads', 'columns'), [(1, 1), (3, 1), (1, 2)])
+def test_channels_are_ranked_with_their_columns_and_one_in_each_head(heads, columns):
+    """The oracle runs one regression for each set of channels that stay."""
+    x = torch.randn(500, 6 * columns, dtype=torch.float64) @ torch.randn(6 * columns, 6 * columns, dtype=torch.float64)
+    y = x @ torch.randn(6 * columns, 3, dtype=torch.float64)
+    x, y = x - x.mean(0), y - y.mean(0)
+
+    def loss(channels):
+        some = x.unflatten(1, (6, columns))[:, sorted(channels)].flatten(1)
+        return float((y - some @ torch.linalg.lstsq(some, y).solution).square().sum()) if channels else y.square().sum()
+
+    order, added = rank_channels(moments_of(x, y), heads, columns, ridge=0.0)
+    left = {*range(6)}
+    for start in range(0, 6, heads):
+        parts = [[c for c in left if c // (6 // heads) == head] for head in range(heads)]
+        gone = {min(part, key=lambda c: loss(left - {c})) for part in parts}
+        assert {*order[start : start + heads].tolist()} == gone
+        left -= gone
+        torch.testing.assert_close(float(added[start + heads - 1]), float(loss(left)), rtol=1e-6, atol=1e-6)
+
+
+def test_queries_and_keys_of_full_rank_keep_their_logits_and_a_lower_rank_loses_the_least():
+    """The oracle is the best approximation of the matrix of logits; the softmax ignores a constant of each query."""
+    heads, dims, channels = 2, 4, 6
+    tokens_q, tokens_k = (
+        torch.randn(300, channels, dtype=torch.float64),
+        torch.randn(200, channels, dtype=torch.float64),
+    )
+    weight, bias = torch.randn(3 * heads * dims, channels, dtype=torch.float64), torch.randn(24, dtype=torch.float64)
+    moments = moments_of(tokens_q, tokens_q[:, :1]), moments_of(tokens_k, tokens_k[:, :1])
+
+    def logits(weight, bias):
+        q, k, _ = (part.unflatten(0, (heads, dims)) for part in torch.cat([weight, bias[:, None]], 1).split(8))
+        q, k = (
+            torch.einsum('nc,hdc->hnd', torch.cat([x, torch.ones_like(x[:, :1])], 1), part)
+            for x, part in ((tokens_q, q), (tokens_k, k))
+        )
+        found = q @ k.transpose(1, 2)
+        return found - found.mean(-1, keepdim=True)
+
+    before = logits(weight, bias)
+    lost = lost_logits(*moments, weight, bias, heads)
+    for rank in (4, 2):
+        values = weight.clone(), bias.clone(), bias.clone()
+        share = reduce_rank(*moments, *values[:2], heads, rank, padding=values[2])
+        assert not any(x.unflatten(0, (3, heads, dims))[:2, :, rank:].any() for x in values)
+        assert torch.equal(values[1], values[2]) and torch.equal(values[0][16:], weight[16:])
+        errors = (logits(*values[:2]) - before).square().mean((1, 2))
+        least = torch.linalg.svdvals(before)[:, rank:].square().sum(1) / before[0].numel()
+        torch.testing.assert_close(errors, least)
+        torch.testing.assert_close(lost[:, rank], least)
+        assert share == pytest.approx(float((errors / before.square().mean((1, 2))).max()))

@@ -188,7 +188,7 @@ def test_errors_are_one_line(arguments: tuple, message: str, detector: Path, cal
 def test_ffns_are_pruned_and_norms_stay(detector: Path, call) -> None:
     options = ('--keep', 'all', '--ffn', 0.75, '--data-root', 'data', *QUICK)
     result = call('absorb.py', 'small.py', detector, '--out', 'pruned.pth', *options)
-    assert f'0 LayerNorms absorbed, {NORMS} kept' in result.out and '4 FFNs pruned' in result.out
+    assert f'0 LayerNorms absorbed, {NORMS} kept' in result.out and 'channels removed in 4 places' in result.out
     pruned = build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth')
     assert len(layer_norms(pruned)) == NORMS
     hidden = [len(ffn.get_submodule(ffn.fc1).weight) for name, ffn in pruned.named_modules() if name.endswith('.ffn')]

@@ -1,0 +1,43 @@
+"""Inputs and outputs of layers as tokens: the rows of a regression."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+# Least number of positions of a map on which a convolution is fitted; the input at each is a patch.
+POSITIONS = 4096
+
+
+def row_step(output: Tensor) -> int:
+    """Every how many rows of a map (B, C, H, W) :func:`sample_rows` takes."""
+    return max(1, output.shape[-2] * output.shape[-1] // POSITIONS)
+
+
+def sample_rows(output: Tensor) -> Tensor:
+    """Every n-th row of a map, n from :func:`row_step`, as tokens (B, N, C_out)."""
+    return output[:, :, :: row_step(output)].flatten(2).transpose(1, 2).clone()
+
+
+def sample_patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
+    """The input patches of a convolution for the rows of :func:`sample_rows`, (B, N, C_in k k)."""
+    stride = conv.stride[0] * row_step(output), conv.stride[1]
+    return nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
+
+
+def input_tokens(layer: nn.Module, source: Tensor, output: Tensor) -> Tensor:
+    """Inputs of a layer at some positions, one column per weight of an output: of many regions only some."""
+    some = slice(None, None, _region_step(output))
+    return sample_patches(layer, source[some], output[some]) if isinstance(layer, nn.Conv2d) else source
+
+
+def output_tokens(output: Tensor) -> Tensor:
+    """The outputs for :func:`input_tokens`."""
+    return sample_rows(output[:: _region_step(output)]) if output.ndim == 4 else output
+
+
+def _region_step(output: Tensor) -> int:
+    return max(1, len(output) * output.shape[-2] * output.shape[-1] // POSITIONS) if _is_small(output) else 1
+
+
+def _is_small(output: Tensor) -> bool:
+    return output.ndim == 4 and output.shape[-2] * output.shape[-1] < POSITIONS

@@ -1,0 +1,157 @@
+"""Hidden channels of a model: finds the places that have them, and removes channels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from mmcv.cnn import Conv2d, Linear
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+import slab_det.fusion.head_channels  # noqa: F401 (registers its rules)
+from slab_det.fusion.fuse import FusionError, join_names
+from slab_det.norms.folds import CannotFold, Channels, find_hooks, find_rule
+
+# Activations that act on each channel alone.
+ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)
+# Exact types, as in slab_det.fusion.affine, and the output projection of an nn.MultiheadAttention.
+LINEAR, CONV = (nn.Linear, Linear, NonDynamicallyQuantizableLinear), (nn.Conv2d, Conv2d)
+
+
+@dataclass(frozen=True)
+class HiddenChannels:
+    """A place with hidden channels; :class:`~slab_det.fusion.Channels` describes the other attributes.
+
+    Attributes:
+        name: Dotted name of the place in the model, as are the names of layers.
+        owner: Name of the module whose rule names the place.
+        count: Number of channels; of one of q, k and v in an attention.
+        reason: Why no channel can be removed, or ''.
+    """
+
+    name: str
+    owner: str
+    writers: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    heads: int = 1
+    tokens: tuple[tuple[str, str], ...] = ()
+    count: int = 0
+    reason: str = ''
+
+    def first(self, count: int) -> Tensor:
+        """The indices of the first channels of each head, ``count`` in all."""
+        return torch.arange(self.count).view(self.heads, -1)[:, : count // self.heads].flatten()
+
+    def rows(self, stay: Tensor) -> Tensor:
+        """The rows of a writer that stay; of q and k the first of each head, of v those of the channels ``stay``."""
+        first = self.first(len(stay))
+        return torch.cat([first, self.count + first, 2 * self.count + stay.cpu()]) if self.tokens else stay
+
+
+def find_channels(model: nn.Module) -> dict[str, HiddenChannels]:
+    """Finds the places of a model that have hidden channels, by name, in the order of its modules."""
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    places = {}
+    for owner, module in model.named_modules():
+        rule = find_rule(module, 'hidden_channels')
+        try:
+            found = [Channels(*values) for values in rule()] if rule else []
+        except CannotFold as reason:
+            places[owner] = HiddenChannels(owner, owner, reason=str(reason))
+            continue
+        for values in found:
+            layers = [tuple(join_names(owner, layer) for layer in part) for part in values[1:4]]
+            tokens = tuple((join_names(owner, name) or owner, side) for name, side in values.tokens)
+            place = HiddenChannels(join_names(owner, values.name) or owner, owner, *layers, values.heads, tokens)
+            places[place.name] = _check(model, place, uses)
+    return places
+
+
+def _check(model: nn.Module, place: HiddenChannels, uses: Mapping[int, int]) -> HiddenChannels:
+    """Returns the place with its number of channels, or with the reason why none can be removed."""
+    writers, between, readers = (
+        [model.get_submodule(name) for name in names] for names in (place.writers, place.between, place.readers)
+    )
+    rows, _ = output_parameters(writers[0]) or (torch.empty(0), None)
+    count, reason = len(rows) // (3 if place.tokens else 1), ''
+    for layer in between:
+        if type(layer) not in ELEMENTWISE and not _is_depthwise(layer):
+            reason = f'a {type(layer).__name__} stands between its layers'
+    for layer in (*writers, *readers):
+        if output_parameters(layer) is None or getattr(layer, 'groups', 1) > 1:
+            reason = f'one of its layers is a {type(layer).__name__}, or computes its weight'
+        elif layer in readers and layer.bias is None:
+            reason = 'its layers have no bias'
+    if any(uses[id(p)] > 1 for layer in (*writers, *between, *readers) for p in layer.parameters()):
+        reason = 'its layers share weights with others'
+    if any(map(find_hooks, model.get_submodule(place.owner).modules())):
+        reason = 'it has hooks, which may expect all channels'
+    return HiddenChannels(**vars(place) | dict(count=0 if reason else count, reason=reason))
+
+
+def _is_depthwise(layer: nn.Module) -> bool:
+    return type(layer) in CONV and layer.groups == layer.in_channels == layer.out_channels
+
+
+def output_parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """The parameters whose rows are the outputs of a layer; None for a layer of another kind."""
+    names = ('in_proj_weight', 'in_proj_bias') if type(layer) is nn.MultiheadAttention else ('weight', 'bias')
+    if type(layer) not in (*LINEAR, *CONV, nn.MultiheadAttention) or not {*names} <= layer._parameters.keys():
+        return None
+    weight, bias = map(layer._parameters.get, names)
+    return None if weight is None else (weight, bias)
+
+
+@torch.no_grad()
+def keep_channels(model: nn.Module, place: HiddenChannels, stay: Tensor) -> None:
+    """Removes all but some hidden channels from their writers and readers, in place.
+
+    Args:
+        model: The model.
+        place: A place that :func:`find_channels` found in it, without ``reason``.
+        stay: Indices of the channels that stay, (K,), in ascending order and an equal number for each head. In an
+            attention they are those of v; of q and k stay the first channels of each head.
+    """
+    rows = place.rows(stay)
+    for name in (*place.writers, *place.between):
+        layer = model.get_submodule(name)
+        for key, parameter in layer.named_parameters(recurse=False):
+            _set_parameter(layer, key, parameter[rows.to(parameter.device)])
+        if type(layer) in LINEAR:
+            layer.out_features = len(rows)
+        elif type(layer) in CONV:
+            layer.out_channels = len(rows)
+        if name in place.between and type(layer) in CONV:
+            layer.in_channels = layer.groups = len(rows)
+    for layer in map(model.get_submodule, place.readers):
+        _set_parameter(layer, 'weight', layer.weight[:, stay.to(layer.weight.device)])
+        setattr(layer, 'in_channels' if type(layer) in CONV else 'in_features', len(stay))
+    if place.tokens:
+        model.get_submodule(place.owner).keep_head_dims(len(stay) // place.heads, rows)
+
+
+def resize_channels(model: nn.Module, counts: Mapping[str, int]) -> None:
+    """Removes hidden channels from an unpruned model, in place, so that it can load the weights of a pruned one.
+
+    Args:
+        model: The model.
+        counts: Number of channels that are left, by the name of the place.
+
+    Raises:
+        FusionError: If ``model`` has other places.
+    """
+    places = find_channels(model)
+    for name, count in counts.items():
+        place = places.get(name)
+        if place is None or not count <= place.count or count % place.heads:
+            why = 'it is not there' if place is None else place.reason or f'it has {place.count} channels'
+            raise FusionError(f'{name}: the config leaves {count} channels of another model: {why}')
+        keep_channels(model, place, place.first(count))
+
+
+def _set_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
+    setattr(layer, name, nn.Parameter(value, requires_grad=getattr(layer, name).requires_grad))
