@@ -14,7 +14,7 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from torch import nn
 
-from slab_det.absorption.absorption_report import AbsorptionReport
+from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
 from slab_det.absorption.budget import Survey
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.student import absorb_norms
@@ -127,6 +127,8 @@ def absorb(
         if channels:
             report = student.absorption_report
             report.multiply_adds = survey.total, survey.count(plan, student)
+            reason = 'too few tokens or regions of the images reach it; give more images'
+            report.channels += [ChannelAbsorption(name, reason=reason) for name in survey.unknown]
     _warn(student.absorption_report)
     return student
 
@@ -279,9 +281,9 @@ def _warn(report: AbsorptionReport) -> None:
     elif report.agreement is not None and report.agreement < LEAST_AGREEMENT:
         remedies = ['remove fewer hidden channels'] if report.pruned else []
         remedies += ['keep more norms (keep=K)'] if len(report.kept) < len(report.norms) else []
+        remedies.append('train towards the teacher (slab_det.conversion.write_tune_config)')
         warn(
             f'agreement with the teacher is {report.agreement:.3f}, below {LEAST_AGREEMENT:g}, with '
             f'{len(report.kept)} LayerNorms kept: expect a loss of AP of about '
-            f'{100 * expected_loss(report.agreement):.1f}; {", ".join(remedies)} or train towards the teacher '
-            '(slab_det.conversion.write_tune_config)'
+            f'{100 * expected_loss(report.agreement):.1f}; {" or ".join(remedies)}'
         )

@@ -26,8 +26,8 @@ from slab_det.measure.cost import count_multiply_adds
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.tensors import tensors_in
 
-# Batches on which losses are estimated.
-SURVEY = 16
+# Most batches on which losses are estimated.
+SURVEY = 64
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Survey:
     Attributes:
         places: By name.
         total: Multiply-adds of the first image, in the backbone, the neck and the heads that absorption runs.
+        unknown: Names of the places that too few tokens of the images reach, so that all of their channels stay.
         layers: For each layer that reads or writes hidden channels: its multiply-adds, and the names of the places that
             it reads and writes.
     """
@@ -65,13 +66,14 @@ class Survey:
         steps = {step.place: step for steps in plan.blocks.values() for step in steps if step.place}
         found = {name: place for name, place in find_channels(model).items() if name in steps and not place.reason}
         losses = estimate_losses(plan, model, found)
-        self.places = {
-            name: Place(place, possible_counts(place)[: len(losses[name])], losses[name])
-            for name, place in found.items()
-        }
+        # A place without losses was reached by too few tokens.
+        self.places = {name: Place(place, possible_counts(place), losses[name]) for name, place in found.items()}
+        self.unknown = [name for name, place in self.places.items() if not place.losses]
+        for name in self.unknown:
+            del self.places[name]
         self.layers: dict[str, tuple[float, list[str]]] = {}
         for name, place in found.items():
-            for layer in (*place.writers, *place.between, *place.readers):
+            for layer in (*place.writers, *place.between, *place.readers) if name in self.places else ():
                 cost, names = self.layers.setdefault(layer, (costs.of(model.get_submodule(layer)), []))
                 names.append(name)
 
@@ -213,8 +215,7 @@ def _losses(model: nn.Module, place: HiddenChannels, moments: Mapping[tuple[str,
     stream = moments.get((place.name, 'stream'))
     hidden = moments[place.name, 'hidden' if stream else place.readers[0]]
     if hidden.count < weight.shape[1]:
-        # The teacher found too few regions to fit the readers of this head.
-        return [0.0]
+        return []
     # The outputs of the readers, which are linear in the channels.
     hidden.xy, variance = hidden.xx @ weight.T, ((weight @ hidden.xx) * weight).sum(1)
     if stream is None:

@@ -121,6 +121,12 @@ class CrossMoments:
             other.mean_x, other.xx, other.xy = self.mean_x[channels], self.xx[channels][:, channels], self.xy[channels]
         return other
 
+    def project(self, weight: Tensor, channels: Tensor, ridge: float = RIDGES[0]) -> Tensor:
+        """The regression of ``weight x`` on the channels of x with these indices, (C_y, K)."""
+        gram = self.xx[channels][:, channels].clone()
+        gram.diagonal().add_(ridge * gram.diagonal() + 1e-300)
+        return torch.linalg.solve(gram, self.xx[channels] @ weight.double().T).T
+
     def unexplained(self, fit: Affine) -> float:
         """The squared error of ``fit`` over the variance of y: 0 is exact, above 1 is worse than the mean of y."""
         matrix = fit.matrix

@@ -353,14 +353,16 @@ def _prune(model: nn.Module, place: HiddenChannels, kept: int, moments: CrossMom
     ranked = moments.standardise_target() if len(readers) > 1 else moments
     stay = rank_channels(ranked, place.heads, columns)[0][-kept:].sort().values
     inputs = columns_of(stay, columns)
+    # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
+    priors = moments.project(weight, inputs), weight[:, inputs].double()
     moments, held_out = moments.select(inputs), held_out.select(inputs)
-    fit = choose_fit(moments, held_out, weight[:, inputs].double())
+    judge = measured_part(moments, held_out)
+    fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
     keep_channels(model, place, stay)
     sizes = [len(reader.weight) for reader in readers]
     for reader, *values in zip(readers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
         for parameter, value in zip((reader.weight, reader.bias), values, strict=True):
             parameter.copy_(value.view_as(parameter))
-    judge = measured_part(moments, held_out)
     return judge.unexplained(fit) * judge.variance()
 
 

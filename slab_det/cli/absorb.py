@@ -1,5 +1,6 @@
-"""Absorbs the LayerNorms of a trained detector into its linear layers, on unlabelled images, without training. Writes
-the fused checkpoint, a config that loads it, and a config that fine-tunes it towards the original detector."""
+"""Absorbs the LayerNorms of a trained detector into its linear layers, and removes hidden channels that it needs least,
+on unlabelled images, without training. Writes the fused checkpoint, a config that loads it, and a config that
+fine-tunes it towards the original detector."""
 
 import argparse
 import json
@@ -36,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar='SHARE',
         help='share of the hidden channels to remove from each FFN, such as 0.75 (default %(default)s)',
+    )
+    parser.add_argument(
+        '--channels',
+        metavar='SHARE',
+        help="share of the detector's multiply-adds to leave, such as 0.5: hidden channels of FFNs, attention and "
+        'heads go where they cost least; or auto, for the least share with which the detections agree with the '
+        'original detector (default: none goes)',
     )
     parser.add_argument('--int8', action='store_true', help='absorb for int8: higher AP in int8, lower AP in float32')
     parser.add_argument('--eval', action='store_true', help="also measure AP, on the config's validation images")
@@ -83,7 +91,8 @@ def main(args: argparse.Namespace) -> None:
         check_class_order(cfg, 'val', classes_of_meta(vars(teacher)) or (), args.checkpoint)
     images = image_loader(cfg, args.num_images, args.pipeline, args.images)
     keep = int(args.keep[0]) if args.keep and re.fullmatch(r'-?\d+', ' '.join(args.keep)) else args.keep
-    student = slab_det.absorb(teacher, images, keep=keep, int8=args.int8, work_dir=args.work_dir, ffn=args.ffn)
+    options = dict(int8=args.int8, work_dir=args.work_dir, ffn=args.ffn, channels=_read_share(args.channels))
+    student = slab_det.absorb(teacher, images, keep=keep, **options)
     checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
     print(f'Written to {checkpoint} and {config}')
     hint = ''
@@ -126,6 +135,14 @@ def main(args: argparse.Namespace) -> None:
         )
         put_text(json.dumps(values, indent=1) + '\n', args.json)
     print(f'{report}\n\n{_format_rows(rows)}{hint}')
+
+
+def _read_share(word: str | None) -> float | str | None:
+    try:
+        return word if word in (None, 'auto') else float(word)
+    except ValueError:
+        # slab_det.absorb says what can be given.
+        return word
 
 
 def _format_rows(rows: dict[str, dict]) -> str:

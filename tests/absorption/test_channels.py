@@ -1,5 +1,9 @@
 """absorb with channels: hidden channels go everywhere until a share of the multiply-adds is left."""
 
+import copy
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference, small_mmdet_cfg
@@ -8,11 +12,18 @@ from mmengine.config import Config
 from teachers import SWIN, as_trained, build_teacher
 
 import slab_det
-from slab_det.absorption.absorb import absorb
+from slab_det.absorption.absorb import absorb, find_least_share
+from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.budget import Survey
 from slab_det.absorption.plan import make_plan
+from slab_det.absorption.student import Absorption, absorb_norms
 from slab_det.checkpoints import build_detector
+from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
+from slab_det.fusion.channels import find_channels, output_parameters, resize_channels
+from slab_det.runtime.tensors import tensors_in
+
+IMAGES = pictures(5, (34, 70))
 
 
 def build_retinanet():
@@ -48,20 +59,117 @@ def outputs(model, image):
 
 def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     """The student is rebuilt from its config, and deployed."""
-    images = pictures(5, (34, 70))
-    survey = Survey(make_plan(teacher, images, tmp_path, channels='everywhere'))
+    keep = 'all' if 'roi_head' not in teacher.cfg or teacher.with_mask else 0
+    survey = Survey(make_plan(teacher, IMAGES, tmp_path, channels='everywhere', norms=keep == 0))
     share = 0.6 * survey.least_share() + 0.4
     counts = survey.choose(share)
-    student = absorb(teacher, images, keep='all', channels=share, progress=False)
+    student = absorb(teacher, IMAGES, keep=keep, channels=share, progress=False)
     report = student.absorption_report
     assert counts == {place.place: place.kept for place in report.pruned} == student.fusion_report.channels
     before, after = report.multiply_adds
     assert after == survey.multiply_adds(counts) and share - 0.1 < after / before <= share
-    assert layer_norms(student) == layer_norms(teacher)
+    assert layer_norms(student) == (layer_norms(teacher) if keep else [])
     assert f'{after / before:.0%}' in str(report)
+    if teacher.cfg.type == 'RetinaNet':
+        # Twice pruned.
+        student = absorb(student, IMAGES, keep='all', channels=0.95, progress=False)
+        assert student.fusion_report.channels.keys() >= counts.keys() and student.fusion_report.channels != counts
     checkpoint, config = save_fused(student, Config(dict(model=teacher.cfg)), tmp_path / 'fused.pth')
     rebuilt = build_detector(Config.fromfile(config), str(checkpoint))
     image = pictures(1, (75, 101), seed=5)[0]
     assert not differing(student, rebuilt)
     assert relative_difference(outputs(rebuilt, image), outputs(student, image)) < 1e-4
     assert relative_difference(outputs(slab_det.deploy(rebuilt), image), outputs(student, image)) < 1e-4
+
+
+def add_twins(model, places):
+    """Makes the second half of the channels of each head twice the first half; q and k lose half of their rank."""
+    for place in places:
+        for name in place.writers:
+            weight, bias = output_parameters(model.get_submodule(name))
+            parts = 3 if place.tokens else 1
+            for rows in (x.data.unflatten(0, (parts, place.heads, -1)) for x in (weight, bias)):
+                first, second = rows.chunk(2, 2)
+                second.copy_(2 * first)
+
+
+def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(tmp_path):
+    model = build_teacher('SLABSwin', act_cfg=dict(type='ReLU')).double()
+    # At other places neither layers nor ReLU keep the pairs.
+    places = [place for place in find_channels(model).values() if place.tokens or not place.name.startswith('backbone')]
+    add_twins(model, places)
+    assert len(places) == 9, places
+    counts = {place.name: place.count // 2 for place in places}
+    images = [image.double() for image in pictures(10)]
+    plan = make_plan(model, images, tmp_path, channels='everywhere', norms=False)
+    student, control = absorb_norms(plan, channels=counts, progress=False), copy.deepcopy(model)
+    assert {place.place: place.kept for place in student.absorption_report.pruned} == counts
+    assert all(place.logits < 1e-9 for place in student.absorption_report.pruned if place.logits is not None)
+    resize_channels(control, counts)
+    image, regions = (
+        pictures(1, (75, 101), seed=5)[0].double(),
+        torch.tensor([[0, 3, 5, 40, 50], [0, 20, 10, 90, 60.0]]),
+    )
+    with torch.no_grad():
+        maps = model.extract_feat(image)
+
+        def head_outputs(net):
+            box, mask = net.roi_head._bbox_forward(maps, regions.double()), net.roi_head._mask_forward
+            return net.rpn_head(maps), box['cls_score'], box['bbox_pred'], mask(maps, regions.double())['mask_preds']
+
+        for net in (student, control):
+            losses = [
+                relative_difference(tensors_in(one), tensors_in(other))
+                for one, other in zip(
+                    (net.extract_feat(image), *head_outputs(net)), (maps, *head_outputs(model)), strict=True
+                )
+            ]
+            assert max(losses) < 2e-2 if net is student else min(losses) > 0.1, losses
+
+
+def test_auto_takes_the_least_share_that_agrees(monkeypatch, capsys):
+    model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
+    survey = SimpleNamespace(least_share=lambda: 0.4, choose=lambda share: {'place': share})
+
+    def make(norms, channels):
+        tried.append(channels['place'])
+        return SimpleNamespace(absorption_report=AbsorptionReport(agreement=0.96 if tried[-1] > 0.7 else 0.9))
+
+    plan = SimpleNamespace(reasons={})
+    assert find_least_share(survey, plan, make, lambda student: None, progress=False) == 23 / 32
+    assert len(tried) == 4 and min(tried) > 0.4
+    # The real thing, where no student agrees.
+    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 1.1)
+    monkeypatch.setattr(Survey, 'least_share', lambda self: 0.95)
+    with torch.no_grad():
+        # The teacher finds objects.
+        model.roi_head.bbox_head.fc_cls.bias[-1] -= 10
+    student = absorb(model, IMAGES, keep='all', channels='auto')
+    assert not student.absorption_report.pruned and student.absorption_report.agreement == pytest.approx(1)
+    assert re.findall(r'(0.\d+) of the multiply-adds left: agreement', capsys.readouterr().out) == ['0.97']
+
+
+def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):
+    model, fit, fitted = build_retinanet(), Absorption.fit_block, []
+    monkeypatch.setattr(Absorption, 'fit_block', lambda self, block: fitted.append(block) or fit(self, block))
+    options = dict(keep=0, channels=0.8, progress=False)
+    student, *again = (absorb(model, IMAGES, **options, work_dir=tmp_path) for _ in range(2))
+    assert fitted == [*dict.fromkeys(fitted)] and 'bbox_head' in fitted
+    assert not differing(student, again[0]) and again[0].absorption_report.pruned == student.absorption_report.pruned
+
+
+def test_wrong_shares_are_named():
+    model = build_retinanet()
+    for options, message in (
+        *(
+            (dict(channels=share), f'channels={share!r}: give the share')
+            for share in (0, 1.5, float('nan'), True, 'all')
+        ),
+        (dict(channels=0.5, ffn=0.5), 'ffn=0.5 and channels=0.5: give one of them'),
+        (dict(channels=0.01), r'channels=0.01: with the fewest channels in every place 0\.\d\d of the multiply-adds'),
+        (dict(keep='all', channels=1), "keep='all' leaves nothing to absorb"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            absorb(model, IMAGES, progress=False, **options)
+    with pytest.raises(ConversionError, match="channels='auto' compares detections"):
+        absorb(model.backbone, IMAGES, keep=0, channels='auto', progress=False)

@@ -20,6 +20,7 @@ from slab_det.deployment.gpu.ffn_kernels import TritonFFN, triton_ffn
 from slab_det.deployment.gpu.window_kernels import TritonWindowAttention, triton_windows
 from slab_det.deployment.masks import paste_masks
 from slab_det.deployment.replacements import replace_layers
+from slab_det.fusion.channels import resize_channels
 
 pytestmark = [
     pytest.mark.skipif(kernels.triton is None, reason='this PyTorch comes without Triton'),
@@ -158,11 +159,22 @@ def test_window_attention(attention, window, heads, size):
     model.eval().to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    images = torch.randn(2, 3, *size, device=DEVICE)
+    compare_windows(model, torch.randn(2, 3, *size, device=DEVICE))
+
+
+def compare_windows(model, images):
     expected = model(images)
     replace_layers(model, triton_windows)
     assert sum(isinstance(module, TritonWindowAttention) for module in model.modules()) == 2
     assert relative_difference(model(images), expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_window_attention_with_fewer_channels_per_head():
+    arguments = dict(embed_dims=48, num_heads=(2,), depths=(2,), strides=(4,), out_indices=(0,))
+    model = MODELS.build(dict(type='SLABSwin', **arguments)).eval()
+    resize_channels(model, {f'stages.0.blocks.{i}.attn.w_msa': 32 for i in range(2)})
+    compare_windows(model.to(DEVICE), torch.randn(1, 3, 34, 20, device=DEVICE))
 
 
 @pytest.mark.parametrize('size', [(17, 23), (3, 600)])

@@ -26,6 +26,7 @@ from slab_det.deployment.export import (
     random_images,
 )
 from slab_det.deployment.export.settings import follow_config
+from slab_det.fusion.channels import find_channels, resize_channels
 
 PVT = dict(
     type='SLABPVT',
@@ -58,9 +59,11 @@ SIZES = [(64, 96), (131, 75), (101, 160)]
 
 @pytest.fixture(scope='module')
 def detector(small_detector_cfg):
-    """A function that builds a small random detector, which finds objects in noise."""
+    """A function that builds a small random detector, which finds objects in noise; a pruned one has half as many
+    hidden channels everywhere."""
 
     def build(row='Swin', kind='mask_rcnn', divisor=32, agnostic=False):
+        pruned, row = row.startswith('pruned '), row.removeprefix('pruned ')
         if 'PVT' in row:
             cfg = small_detector_cfg(kind)
             cfg.backbone, cfg.neck.in_channels = BACKBONES[row], [8, 16, 24, 32]
@@ -73,6 +76,10 @@ def detector(small_detector_cfg):
         for extractor in filter(None, (cfg.roi_head.bbox_roi_extractor, cfg.roi_head.mask_roi_extractor)):
             extractor.finest_scale = 8  # small images have small boxes, which should still lie on several levels
         model = as_trained(MODELS.build(cfg))
+        if pruned:
+            places = find_channels(model).values()
+            assert {place.heads for place in places} > {1}
+            resize_channels(model, {place.name: place.count // 2 for place in places})
         # Random matrices make boxes of extreme shape, most of them clipped to nothing.
         for layer in (model.rpn_head.rpn_reg, model.roi_head.bbox_head.fc_reg):
             layer.weight.data.mul_(0.1)
@@ -156,6 +163,8 @@ def num_detections(check):
         ('SLAB-PVT', 'faster_rcnn', 'detector', 32, False),
         ('PVT', 'faster_rcnn', 'backbone', 32, False),
         ('SLAB-CSwin', 'mask_rcnn', 'detector', 1, False),
+        ('pruned Swin', 'faster_rcnn', 'backbone', 1, False),
+        ('pruned PVT', 'faster_rcnn', 'detector', 32, False),
     ],
 )
 def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, row, kind, scope, divisor, agnostic):
