@@ -17,6 +17,7 @@ from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.budget import Survey
 from slab_det.absorption.plan import make_plan
 from slab_det.absorption.student import Absorption, absorb_norms
+from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
@@ -60,7 +61,9 @@ def outputs(model, image):
 def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     """The student is rebuilt from its config, and deployed."""
     keep = 'all' if 'roi_head' not in teacher.cfg or teacher.with_mask else 0
-    survey = Survey(make_plan(teacher, IMAGES, tmp_path, channels='everywhere', norms=keep == 0))
+    adopted = copy.deepcopy(teacher)
+    adopt(adopted)
+    survey = Survey(make_plan(adopted, IMAGES, tmp_path, channels='everywhere', norms=keep == 0))
     share = 0.6 * survey.least_share() + 0.4
     counts = survey.choose(share)
     student = absorb(teacher, IMAGES, keep=keep, channels=share, progress=False)

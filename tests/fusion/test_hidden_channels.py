@@ -6,6 +6,7 @@ from conftest import as_trained, build_detector_cfg, pictures, relative_differen
 from mmdet.registry import MODELS
 
 import slab_det
+from slab_det.backbones.adopt import adopt
 from slab_det.fusion import FusionError
 from slab_det.fusion.channels import find_channels, resize_channels
 
@@ -46,6 +47,8 @@ def test_channels_of_heads_that_are_zero_can_go(backbone):
     """The output stays the same, also deployed and at sizes that windows do not divide."""
     cfg = build(**backbone)
     model, pruned = (as_trained(MODELS.build(cfg)) for _ in range(2))
+    adopt(model)
+    adopt(pruned)
     names = [name.removesuffix('.proj') for name, _ in model.named_modules() if name.endswith('w_msa.proj')]
     names += [name.removesuffix('.attn.out_proj') for name, _ in model.named_modules() if name.endswith('.out_proj')]
     resize_channels(pruned, {name: model.get_submodule(name).embed_dims // 2 for name in names})
