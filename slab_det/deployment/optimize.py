@@ -196,6 +196,7 @@ class _Search:
         self.forms: dict[str, Form] = {}
         self.failed: dict[str, str] = {}
         self.late: list[str] = []
+        self.summaries: dict[str, tuple[tuple, Measured]] = {}
         # The loaded forms, and the sizes of images that each has seen.
         self.served: dict[str, ServedDetector] = {}
         self.warm: dict[str, set[tuple[int, int]]] = {}
@@ -257,7 +258,12 @@ class _Search:
         }
 
     def _summarize(self, form: Form) -> Measured:
-        return summarize(self.records, form.key, BASE.key, form.changes, self._ap_loss(form.key))
+        """What was measured of a form; computed again only after a further round."""
+        ap_loss, rounds = self._ap_loss(form.key), len(self.records.rounds)
+        if self.summaries.get(form.key, (None,))[0] != (ap_loss, rounds):
+            summary = summarize(self.records, form.key, BASE.key, form.changes, ap_loss)
+            self.summaries[form.key] = ((ap_loss, rounds), summary)
+        return self.summaries[form.key][1]
 
     def _ap_loss(self, key: str) -> float | None:
         if key not in self.ap:
