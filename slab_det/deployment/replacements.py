@@ -9,6 +9,7 @@ from mmcv.cnn import Linear
 from torch import nn
 
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
+from slab_det.fusion.channels import find_channels
 from slab_det.norms.folds import find_hooks
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
@@ -39,12 +40,13 @@ class FFNLayers(NamedTuple):
 
 def known_ffn(ffn: nn.Module) -> FFNLayers | None:
     """The layers of an FFN; None if it has other layers too, such as a convolution or a norm."""
-    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
+    if type(ffn) not in (LinearFFN, ConvFFN):
         return None
-    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
-    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
+    place = find_channels(ffn)['']
+    if place.reason or len(place.between) > 1:
         return None
-    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+    fc1, activation, fc2 = map(ffn.get_submodule, (*place.writers, *place.between, *place.readers))
+    if fc1.bias is None or type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return FFNLayers(fc1, ACTIVATIONS[type(activation)], fc2)
 

@@ -72,7 +72,7 @@ def _ffn_channels(ffn: FFN) -> list[Channels]:
 
 
 def _mix_ffn_channels(ffn: MixFFN) -> list[Channels]:
-    # The last two layers are fc2 and its dropout, the layer before them is a dropout.
+    # Behind fc2 and before it there is a dropout.
     names = [f'layers.{i}' for i in range(len(ffn.layers) - 1)]
     return [Channels('', names[:1], names[-1:], names[1:-2])]
 

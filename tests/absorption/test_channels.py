@@ -46,7 +46,9 @@ TEACHERS = {
 @pytest.fixture(params=TEACHERS)
 def teacher(request):
     """A detector with random weights."""
-    return TEACHERS[request.param]()
+    model = TEACHERS[request.param]()
+    adopt(model)
+    return model
 
 
 def outputs(model, image):

@@ -47,7 +47,6 @@ def test_channels_of_heads_that_are_zero_can_go(backbone):
     """The output stays the same, also deployed and at sizes that windows do not divide."""
     cfg = build(**backbone)
     model, pruned = (as_trained(MODELS.build(cfg)) for _ in range(2))
-    adopt(model)
     adopt(pruned)
     names = [name.removesuffix('.proj') for name, _ in model.named_modules() if name.endswith('w_msa.proj')]
     names += [name.removesuffix('.attn.out_proj') for name, _ in model.named_modules() if name.endswith('.out_proj')]

@@ -163,6 +163,7 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--data-root', 'data', '--rounds', '-1'), 'from 0 on'),
         (('--data-root', 'data', '--threads', '-1'), '--threads -1'),
         (('--data-root', 'data', '--ffn', 'nan'), 'ffn=nan'),
+        (('--data-root', 'data', '--channels', 'half'), "channels='half': give the share of multiply-adds"),
         (('--images', 'data', '--keep', '99'), 'keep=99: 16 LayerNorms can be absorbed, so give a number from 0 to 15'),
         (('--images', 'data', '--keep', '16'), 'keep=16'),
         (('--images', 'broken'), 'broken: 2 of 2 images cannot be used; the first: broken/0.jpg cannot be read'),
@@ -193,6 +194,20 @@ def test_ffns_are_pruned_and_norms_stay(detector: Path, call) -> None:
     assert len(layer_norms(pruned)) == NORMS
     hidden = [len(ffn.get_submodule(ffn.fc1).weight) for name, ffn in pruned.named_modules() if name.endswith('.ffn')]
     assert hidden == [8, 16, 32, 64]
+
+
+def test_a_share_of_the_multiply_adds_is_left_and_norms_stay(detector: Path, call) -> None:
+    options = ('--keep', 'all', '--channels', 0.8, '--data-root', 'data', '--json', 'report.json', *QUICK)
+    result = call('absorb.py', 'small.py', detector, '--out', 'pruned.pth', *options)
+    before, after = json.loads(Path('report.json').read_text())['multiply_adds']
+    assert 0.7 < after / before <= 0.8 and f'billion left, {after / before:.0%}' in result.out
+    pruned = build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth')
+    assert len(layer_norms(pruned)) == NORMS
+    assert sum(map(torch.numel, pruned.parameters())) < sum(map(torch.numel, build(detector).parameters()))
+
+
+def build(checkpoint: Path):
+    return build_detector(Config.fromfile('small.py'), str(checkpoint))
 
 
 def test_a_broken_picture_is_named_and_the_others_are_absorbed_on(detector: Path, call) -> None:
