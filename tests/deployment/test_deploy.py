@@ -440,3 +440,12 @@ def test_rounding_amplified_by_an_untrained_model_without_norms_is_accepted():
     check = slab_det.deploy(slab_det.fuse(model)).deployment_check
     # A trained Swin-T has 2e-7.
     assert check.difference > 1e-3 and check.num_values > 1e5
+
+
+def test_tiles_of_ten_image_sizes_in_turn_are_made_once():
+    tiles.window_tiles.cache_clear()
+    for width in [*range(80, 180, 10)] * 2:
+        for stage in range(4):
+            for shift in (0, 3):
+                tiles.window_tiles(100 >> stage, width >> stage, 7, shift, 2048, torch.device('cpu'))
+    assert tiles.window_tiles.cache_info().misses == 10 * 4 * 2
