@@ -127,7 +127,8 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
                 if base in results
             }
             cache = getattr(models[name, form].predict, '_graphs', None)
-            graphs = [graph and graph.num_bytes >> 20 for graph in cache._graphs.values()] if cache else []
+            # Each model has one graph.
+            graphs = [cache.num_bytes() >> 20] if cache else []
             times = dict(median_ms=round(result.median_ms, 3), p95_ms=round(result.p95_ms, 3))
             yield (
                 dict(name=name, form=form),

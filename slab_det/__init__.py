@@ -23,6 +23,7 @@ _FUNCTIONS = {
     'load_detector': 'deployment',
     'load_pretrained': 'checkpoints',
     'measure_latency': 'measure.latency',
+    'optimize': 'deployment.optimize',
     'recalibrate': 'recalibration',
     'set_gamma': 'norms',
 }

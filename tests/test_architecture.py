@@ -19,9 +19,9 @@ PACKAGE = CONFIGS.parent / 'slab_det'
 # From the top; no package imports one of its own layer or of a higher one.
 LAYERS = (
     ('cli',),
+    ('deployment',),
     ('hooks', 'absorption'),
     ('measure', 'conversion'),
-    ('deployment',),
     ('fusion', 'recalibration'),
     ('backbones',),
     ('checkpoints', 'data', 'compare'),

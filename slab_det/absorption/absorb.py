@@ -19,7 +19,7 @@ from slab_det.absorption.budget import Survey
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.student import absorb_norms
 from slab_det.backbones.adopt import adopt
-from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
+from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, describe_loss, detect
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import AgreementError, ConversionError
 from slab_det.runtime.modes import is_deployed, set_mode
@@ -284,6 +284,5 @@ def _warn(report: AbsorptionReport) -> None:
         remedies.append('train towards the teacher (slab_det.conversion.write_tune_config)')
         warn(
             f'agreement with the teacher is {report.agreement:.3f}, below {LEAST_AGREEMENT:g}, with '
-            f'{len(report.kept)} LayerNorms kept: expect a loss of AP of about '
-            f'{100 * expected_loss(report.agreement):.1f}; {" or ".join(remedies)}'
+            f'{len(report.kept)} LayerNorms kept: expect {describe_loss(report.agreement)}; {" or ".join(remedies)}'
         )

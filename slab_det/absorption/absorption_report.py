@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from slab_det.compare.agreement import expected_loss
+from slab_det.compare.agreement import describe_loss
 
 # The reason given for norms that ``keep='all'`` keeps.
 KEPT_BY_CHOICE = 'kept by choice'
@@ -110,7 +110,7 @@ class AbsorptionReport:
         if self.agreement is not None:
             lines[0] += (
                 f'; agreement with the teacher on {self.num_detections} detections in {self.num_images} held-out '
-                f'images: {self.agreement:.3f}, AP about {100 * expected_loss(self.agreement):.1f} lower'
+                f'images: {self.agreement:.3f}, {describe_loss(self.agreement)}'
             )
         elif self.num_images:
             lines[0] += f'; agreement is undefined: the teacher finds nothing in {self.num_images} held-out images'

@@ -18,6 +18,7 @@ COMMANDS = {
     'quickstart': 'quickstart',
     'train': 'train',
     'test': 'test',
+    'optimize': 'optimize',
     'latency': 'latency',
     'absorb': 'absorb',
     'recalibrate': 'recalibrate',

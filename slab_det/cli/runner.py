@@ -11,12 +11,13 @@ from mmengine.runner import Runner
 import slab_det
 from slab_det.cli.screen import build_runner
 from slab_det.compare.kernels import warn_of_wrong_kernels
-from slab_det.data import check_num_classes
+from slab_det.data import check_class_order, check_num_classes, classes_of_meta
 from slab_det.deployment.precision import autocast_forward
 from slab_det.hooks import CheckedLoadHook
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
+from slab_det.runtime.pipeline import inference_steps
 
 
 class ReadOnly:
@@ -43,6 +44,25 @@ def build_test_runner(cfg: Config, verbose: bool) -> Runner:
     return runner
 
 
+def use_exported(cfg: Config, file: str, **options: object) -> None:
+    """Makes the model of a config an exported file, in place.
+
+    Args:
+        cfg: The config of the detector that was exported.
+        file: The file.
+        **options: Options of :func:`slab_det.deployment.export.load_runtime`.
+    """
+    # Registers ExportedDetector; the import takes half a second, which other tests do not need.
+    from slab_det.deployment.export.settings import detector_settings
+
+    steps, detector = inference_steps(cfg), detector_settings(cfg)
+    cfg.model = dict(type='ExportedDetector', file=file, pipeline=steps, detector=detector, **options)
+    # The file holds its own weights, and training hooks would find no layers in it.
+    cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
+    # The runner would pass data_preprocessor to ExportedDetector, which preprocesses in the file.
+    cfg.pop('data_preprocessor', None)
+
+
 def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     """Tests ``args.checkpoint`` with the options of ``args``, and returns the runner and its metrics.
 
@@ -51,8 +71,9 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
         DataError: If the test dataset has other classes than the detector.
         SlabDetError: If ``--tta`` is given for a detector that predicts masks.
     """
+    is_exported = type_name(cfg.model.type) == 'ExportedDetector'
     # The config that a resumed run wrote has resume=True.
-    cfg.load_from, cfg.resume = args.checkpoint, False
+    cfg.load_from, cfg.resume = None if is_exported else args.checkpoint, False
     if args.show or args.show_dir:
         trigger_visualization_hook(cfg, args)
     if args.tta:
@@ -62,9 +83,12 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_test_runner(cfg, args.verbose)
     # Configs that do not inherit configs/_base_/runtime.py lack it, and mmengine loads whatever fits.
-    if not any(isinstance(hook, CheckedLoadHook) for hook in runner.hooks):
+    if not is_exported and not any(isinstance(hook, CheckedLoadHook) for hook in runner.hooks):
         runner.register_hook(CheckedLoadHook())
-    check_num_classes(runner.model, runner.test_loop.dataloader.dataset, 'test')
+    if is_exported:
+        check_class_order(cfg, 'test', classes_of_meta(runner.model.runtime.metadata) or (), args.checkpoint)
+    else:
+        check_num_classes(runner.model, runner.test_loop.dataloader.dataset, 'test')
     model, dtype = unwrap(runner.model), getattr(torch, args.dtype)
     if args.tta and getattr(model, 'with_mask', False):
         raise SlabDetError('--tta: mmdet merges boxes but not masks, and this detector predicts masks; leave out --tta')

@@ -1,17 +1,24 @@
 """Evaluates a detector and updates its report. Takes mmdet's arguments, --data-root, --fuse, --deploy and --latency."""
 
+from __future__ import annotations
+
 import argparse
 import math
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slab_det.cli import command
 from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, latency_options
 
+if TYPE_CHECKING:
+    from slab_det.deployment.forms.folder import Stored
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('config', help='config of the detector')
-    parser.add_argument('checkpoint', help='checkpoint of the detector')
+    parser.add_argument('config', help='config of the detector, or a folder of slab-det optimize, without checkpoint')
+    parser.add_argument('checkpoint', nargs='?', help='checkpoint of the detector')
     add_runner_arguments(parser)
     parser.add_argument('--out', metavar='PKL', help='dump predictions to a pickle file')
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
@@ -34,8 +41,9 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import is_fused
     from slab_det.cli.config import check_report, config_from_arguments
-    from slab_det.cli.runner import run_test
+    from slab_det.cli.runner import run_test, use_exported
     from slab_det.data import check_data
+    from slab_det.deployment.forms.folder import find_stored
     from slab_det.measure import report_file
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.latency import check_conditions
@@ -44,6 +52,10 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.runtime.run_folder import check_writable
 
     setup_cache_size_limit_of_dynamo()
+    stored = None
+    if args.checkpoint is None:
+        stored = find_stored(args.config)
+        use_stored(args, stored)
     cfg = config_from_arguments(args)
     if args.tta and (args.latency or args.fuse or args.deploy):
         raise SlabDetError('--tta cannot be combined with --latency, --fuse or --deploy; leave out --tta')
@@ -60,12 +72,15 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.out)
     check_data(cfg, ('test',))
     description = report_file.describe_model(cfg.model)
-    description['name'] += '-TTA' * args.tta + report_file.form_suffix(args.deploy, args.dtype)
+    suffix = f'-{stored.form.key}' if stored else report_file.form_suffix(args.deploy, args.dtype)
+    description['name'] += '-TTA' * args.tta + suffix
+    if stored and stored.form.is_exported:
+        use_exported(cfg, args.checkpoint, runtime=stored.form.runtime, **stored.form.options(stored.threads))
     runner, metrics = run_test(cfg, args)
     if not is_main_process():
         return
     model, dataset = unwrap(runner.model), runner.test_dataloader.dataset
-    device = next(model.parameters()).device
+    device = next(chain(model.parameters(), model.buffers())).device
     entry = report_file.ReportEntry(
         **description,
         variant='fused' if is_fused(model) else 'unfused',
@@ -87,6 +102,25 @@ def main(args: argparse.Namespace) -> None:
     print(f'\n{report_file.markdown_table([entry])}\nWritten to {path}')
     if args.show_dir:
         print(f'Predictions drawn in {Path(runner.work_dir, runner.timestamp, args.show_dir)}')
+
+
+def use_stored(args: argparse.Namespace, stored: Stored) -> None:
+    """Makes the arguments those of the recommended form of a folder, in place.
+
+    Raises:
+        SlabDetError: If an argument says otherwise.
+    """
+    from slab_det.runtime.errors import SlabDetError
+
+    flags = ('fuse', 'deploy', 'tta') + ('latency',) * stored.form.is_exported
+    given = [f'--{name}' for name in flags if getattr(args, name)] + ['--dtype'] * (args.dtype != 'float32')
+    if given:
+        raise SlabDetError(f'{args.config} says how its detector runs, as {stored.form.key}: leave out {given[0]}')
+    if args.work_dir is None:
+        args.work_dir = str(Path('work_dirs') / Path(args.config).resolve().name)
+    args.config, args.checkpoint = str(stored.config), str(stored.weights)
+    if stored.form.runtime == 'torch':
+        args.fuse, args.deploy, args.dtype = True, True, stored.form.precision
 
 
 if __name__ == '__main__':

@@ -25,27 +25,18 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.fileio import put_text
 
     from slab_det.cli.config import config_from_arguments
-    from slab_det.cli.runner import build_test_runner
+    from slab_det.cli.runner import build_test_runner, use_exported
     from slab_det.data import check_class_order, check_data, classes_of_meta
-    from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
-    from slab_det.deployment.export.settings import detector_settings
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.report_file import ap_from_metrics, describe_dataset
     from slab_det.runtime.numbers import check_threads
-    from slab_det.runtime.pipeline import inference_steps
     from slab_det.runtime.run_folder import check_writable
 
     check_threads(args.threads, least=0)
     check_writable(args.json)
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
-    options = dict(runtime=args.runtime, threads=args.threads, precision=args.precision)
-    steps, detector = inference_steps(cfg), detector_settings(cfg)
-    cfg.model = dict(type='ExportedDetector', file=args.file, pipeline=steps, detector=detector, **options)
-    # The file holds its own weights, and training hooks would find no layers in it.
-    cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
-    # The runner would pass data_preprocessor to ExportedDetector, which preprocesses in the file.
-    cfg.pop('data_preprocessor', None)
+    use_exported(cfg, args.file, runtime=args.runtime, threads=args.threads, precision=args.precision)
     runner = build_test_runner(cfg, args.verbose)
     check_class_order(cfg, 'test', classes_of_meta(runner.model.runtime.metadata) or (), args.file)
     metrics = runner.test()

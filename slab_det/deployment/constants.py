@@ -13,18 +13,22 @@ import torch
 _recording = local()
 
 
-def constant(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that makes tensors, and keeps its last 256 results, which callers must not change."""
-    # Later calls, in other modes, get the same tensors: inference tensors could not serve all of them.
-    kept = lru_cache(256)(torch.inference_mode(False)(torch.no_grad()(make)))
+def constant(keep: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function that makes tensors, and keeps its last ``keep`` results, which callers must not change."""
 
-    @wraps(make)
-    def get(*args: Any) -> Any:
-        value = kept(*args)
-        getattr(_recording, 'used', []).append(value)
-        return value
+    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
+        # Later calls, in other modes, get the same tensors: inference tensors could not serve all of them.
+        kept = lru_cache(keep)(torch.inference_mode(False)(torch.no_grad()(make)))
 
-    return get
+        @wraps(make)
+        def get(*args: Any) -> Any:
+            value = kept(*args)
+            getattr(_recording, 'used', []).append(value)
+            return value
+
+        return get
+
+    return decorate
 
 
 @contextmanager

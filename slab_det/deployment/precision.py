@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from mmdet.models.dense_heads import MaskFormerHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
+from mmengine.logging import MMLogger
 from mmengine.utils import apply_to
 from torch import Tensor, nn
 
@@ -24,6 +26,8 @@ from slab_det.runtime.errors import DeploymentError
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 # The forward of a head returns scores, deltas or logits; mmdet computes coordinates from them afterwards.
 HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
+# These heads add encodings of positions, in float32, to their maps.
+QUERY_HEADS = (MaskFormerHead,)
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
@@ -35,24 +39,31 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
 def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts backbone, neck and heads to ``dtype``, in place; :func:`keep_boxes_float32` must follow.
 
+    A detector with parameters elsewhere, as DETRs have, keeps everything but backbone and neck as it is, because
+    coordinates may be computed there.
+
     Args:
         model: A detector or a backbone.
         dtype: ``torch.bfloat16`` or ``torch.float16``.
 
     Raises:
-        DeploymentError: If ``dtype`` is not a half precision, or a parameter is outside of backbone, neck and heads.
+        DeploymentError: If ``dtype`` is not a half precision.
     """
     if dtype not in HALF_PRECISIONS:
         raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, HALF_PRECISIONS))}, or None')
     parts = [model]
     if hasattr(model, 'backbone'):
-        parts = [model.backbone, *filter(None, [getattr(model, 'neck', None)]), *_modules(model, HEADS)]
-    known = {parameter for part in parts for parameter in part.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter not in known:
-            raise DeploymentError(
-                f'{type(model).__name__}: {name} may compute coordinates, which need float32; '
-                'deploy this detector in float32'
+        parts = [model.backbone, *filter(None, [getattr(model, 'neck', None)])]
+        heads = [head for head in _modules(model, HEADS) if not isinstance(head, QUERY_HEADS)]
+        known = {parameter for part in (*parts, *heads) for parameter in part.parameters()}
+        unknown = next((name for name, parameter in model.named_parameters() if parameter not in known), None)
+        if unknown is None:
+            parts += heads
+        else:
+            parts[-1].register_forward_hook(_raise_outputs)
+            MMLogger.get_current_instance().info(
+                f'deployed {type(model).__name__}: only backbone and neck run in {dtype}, because {unknown} may '
+                'compute coordinates, which need float32'
             )
     for part in parts:
         part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)

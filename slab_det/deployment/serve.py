@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 from torch import nn
 
 from slab_det.checkpoints import build_detector
 from slab_det.deployment.deploy import deploy
+from slab_det.deployment.forms.folder import find_stored
+from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.fusion.fuse import check_statistics, fuse
 from slab_det.norms import named_offline_norms
-from slab_det.runtime.errors import ConfigError, DataError, ExportError
+from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.runtime.registries import enter_scope
+
+# The process that imported this module, or the last fork of it that mend_threads has seen.
+_process = os.getpid()
+
+
+def mend_threads() -> None:
+    """Makes PyTorch compute with one thread in a forked process, where it would wait for the parent's threads."""
+    global _process
+    if os.getpid() == _process:
+        return
+    _process = os.getpid()
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        MMLogger.get_current_instance().warning(
+            'this process was forked, and threads do not survive a fork: PyTorch computes with one thread here; import '
+            'slab_det in each worker after the fork, or start workers with the method spawn'
+        )
 
 
 class ImageListError(DataError):
@@ -69,6 +90,7 @@ class ServedDetector:
 
     @torch.no_grad()
     def _detect(self, image: Image) -> DetDataSample:
+        mend_threads()
         data = self.pipeline(image)
         metainfo = data['data_samples'].metainfo
         (found,) = self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
@@ -78,7 +100,7 @@ class ServedDetector:
 
 def load_detector(
     config: str | Path | Config,
-    weights: str | Path,
+    weights: str | Path | None = None,
     runtime: str = 'torch',
     device: str | torch.device | None = None,
     masks: str = 'full',
@@ -86,42 +108,56 @@ def load_detector(
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` returns a DetDataSample, ``detector([image, ...])`` a list.
 
+    ``load_detector('FOLDER')`` serves the form that :func:`slab_det.optimize` chose.
+
     An image is a path, the bytes of a file, an array in BGR, or a Pillow image; see
     :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes and masks refer to the original image, as in mmdet's
     ``pred_instances``. ``detector.classes`` holds the class names. The first image of each size is slower.
 
     Args:
-        config: A config with the test pipeline, fused or not.
-        weights: For 'torch' a checkpoint, fused or not; for other runtimes a file that
+        config: A config with the test pipeline, fused or not; or a folder of :func:`slab_det.optimize`, which says
+            weights and runtime.
+        weights: For 'torch' and 'eager' a checkpoint, fused or not; for other runtimes a file that
             :func:`slab_det.deployment.export.export_onnx` wrote.
-        runtime: 'torch' (runs the deployed detector, see :func:`slab_det.deploy`), 'onnxruntime' or 'openvino'.
-        device: Device for 'torch'; None selects a GPU if PyTorch finds one. Other runtimes run on the CPU.
+        runtime: 'torch' (runs the deployed detector, see :func:`slab_det.deploy`), 'eager' (runs the detector as the
+            config builds it), 'onnxruntime' or 'openvino'.
+        device: Device for 'torch' and 'eager'; None selects a GPU if PyTorch finds one. Other runtimes run on the CPU.
         masks: 'full' for mmdet's tensor (n, H, W): 100 masks of 4000x8000 are 3.2 GB. 'rle' for a list of n dicts, as
             ``pycocotools.mask.encode`` returns them, made one mask at a time. mmdet's evaluators take both.
         **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
-            :func:`slab_det.deployment.export.load_runtime`.
+            :func:`slab_det.deployment.export.load_runtime`; for a folder ``form``, the name of another of its forms.
 
     Raises:
         ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit.
-        FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics.
+        FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics; if
+            the machine lacks what the form of a folder needs.
         ExportError: If the runtime is unknown or cannot run the file, the file was exported for another resize, for
             other preprocessing or with a ``test_cfg`` that it cannot follow (docs/deploy.md), or the runtime does not
             take ``device`` or an option.
     """
-    known = ('dtype',) if runtime == 'torch' else ('threads', 'precision')
+    mend_threads()
+    if weights is None:
+        return _load_folder(config, runtime, device, masks, **options)
+    known = dict(torch=('dtype',), eager=()).get(runtime, ('threads', 'precision'))
     for name in options:
         if name not in known:
-            raise ExportError(f'{name}= is not an option of the runtime {runtime}, which takes {" and ".join(known)}')
+            takes = ' and '.join(known) or 'none'
+            raise ExportError(f'{name}= is not an option of the runtime {runtime}, which takes {takes}')
     if not isinstance(config, Config) and not Path(config).is_file():
         raise ConfigError(f'{config}: there is no such config; check its name')
     cfg = config if isinstance(config, Config) else Config.fromfile(config)
-    if runtime == 'torch':
+    if runtime in ('torch', 'eager'):
         model = build_detector(cfg, str(weights)).to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         check_statistics(model, str(weights))
-        model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
-        model = deploy(model, inplace=True, masks=masks, **options)
         meta = model.dataset_meta
+        if runtime == 'torch':
+            model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
+            model = deploy(model, inplace=True, masks=masks, **options)
+        else:
+            check_form(masks, DeploymentError)
+            if masks == 'rle':
+                encode_masks(model)
     else:
         if device is not None:
             raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
@@ -134,3 +170,26 @@ def load_detector(
         model = ExportedDetector(str(weights), inference_steps(cfg), masks, detector, runtime=runtime, **options).eval()
         meta = model.runtime.metadata.get('dataset_meta')
     return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()))
+
+
+def _load_folder(
+    folder: str | Path | Config,
+    runtime: str,
+    device: str | torch.device | None,
+    masks: str,
+    form: str | None = None,
+    **options: object,
+) -> ServedDetector:
+    """Loads a form of a folder that :func:`slab_det.optimize` wrote; arguments as for :func:`load_detector`."""
+    if isinstance(folder, Config) or Path(folder).suffix == '.py':
+        raise ConfigError('load_detector(config) lacks weights: give a checkpoint or an exported file too')
+    stored = find_stored(folder, form)
+    known = dict(stored.form.options(stored.threads))
+    wrong = [f'{name}=' for name in options if name != 'threads' or name not in known]
+    wrong += ['runtime='] * (runtime != 'torch') + ['device='] * (device is not None and stored.form.is_exported)
+    if wrong:
+        raise DeploymentError(
+            f'{folder} says how its detector runs, as {stored.form.key}: leave {" and ".join(wrong)} out, or give form='
+        )
+    device = None if stored.form.is_exported else device or stored.device
+    return load_detector(stored.config, stored.weights, stored.form.runtime, device, masks, **known | options)

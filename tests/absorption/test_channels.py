@@ -63,7 +63,9 @@ def outputs(model, image):
 def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     """The student is rebuilt from its config, and deployed."""
     keep = 'all' if 'roi_head' not in teacher.cfg or teacher.with_mask else 0
-    survey = Survey(make_plan(teacher, IMAGES, tmp_path, channels='everywhere', norms=keep == 0))
+    adopted = copy.deepcopy(teacher)
+    adopt(adopted)
+    survey = Survey(make_plan(adopted, IMAGES, tmp_path, channels='everywhere', norms=keep == 0))
     share = 0.6 * survey.least_share() + 0.4
     counts = survey.choose(share)
     student = absorb(teacher, IMAGES, keep=keep, channels=share, progress=False)

@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from benchmarks.absorb import loss
 from benchmarks.absorb.size import table as size_table
 from benchmarks.absorb.table import absorption_table
 from benchmarks.gpu import tables as gpu_tables
@@ -16,6 +17,7 @@ from benchmarks.norms.table import by_seed, replace_table, spread, study_table, 
 from benchmarks.quickstart import table as quickstart_table
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import table as runtimes_table
+from slab_det.compare.agreement import LOSS
 
 PAGE = ROOT / 'benchmarks' / 'README.md'
 
@@ -45,6 +47,12 @@ def table(page: str, header: str) -> list[list[str]]:
     """The cells of the rows below a header, without bold."""
     lines = page[page.index(header) :].split('\n\n')[0].split('\n<!--')[0].splitlines()[2:]
     return [[cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines]
+
+
+def test_the_loss_that_an_agreement_means_is_fitted_to_the_stored_results():
+    found = loss.find_students()
+    assert loss.fit([*found.values()]) == pytest.approx(LOSS, abs=0.05)
+    assert loss.table(found) in PAGE.read_text()
 
 
 def test_norms_to_choose_from_are_the_stored_results():

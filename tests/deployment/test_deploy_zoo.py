@@ -20,17 +20,14 @@ from slab_det.deployment.heads import Unsupported
 from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
-COORDINATES = dict.fromkeys(HALF, '(level_embed|query_embedding.weight|roi_head.grid_head.*) may compute coordinates')
-QUERIES = dict.fromkeys(HALF, r'does not run in torch.*same dtype.*; deploy it in float32')
+VIEW = r'does not run in .*view size.*; {}'
 REFUSED = {
-    'GridRCNN': {None: r'does not run in its deployed form .*view.*; use the model as it is', **COORDINATES},
+    'GridRCNN': {
+        None: VIEW.format('use the model as it is'),
+        **dict.fromkeys(HALF, VIEW.format('deploy it in float32')),
+    },
     'YOLOF': {torch.float16: 'does not run in torch.float16 .*without overflow.*; deploy it in float32'},
-    'Mask2Former': QUERIES,
-    'MaskFormer': QUERIES,
-    **dict.fromkeys(('DeformableDETR', 'DINO', 'DDQDETR', 'GroundingDINO'), COORDINATES),
 }
-
-
 # The configs behind the table of docs/deploy.md, and the names of their detectors there.
 NAMES = {
     'faster_rcnn/faster-rcnn_r50_fpn_1x_coco': 'Faster R-CNN',
@@ -84,9 +81,15 @@ def cfg_of(name):
     return cfg
 
 
-def table_row(name, model, refused):
-    """The row of a detector in the table of docs/deploy.md, by what deploy and export do with it."""
-    if None in refused:
+def table_row(name, model, deployed):
+    """The row of a detector in the table of docs/deploy.md, by what deploy and export do with it.
+
+    Args:
+        name: The name in the table.
+        model: The detector.
+        deployed: Its deployed form in each dtype.
+    """
+    if not deployed:
         return f'| {name} | not deployed | | |'
     try:
         StaticDetector(model, FixedOperators())
@@ -99,8 +102,11 @@ def table_row(name, model, refused):
     except ExportError:
         build_graph(model, 'backbone')
         file = 'backbone'
-    names = [str(dtype or torch.float32).partition('.')[2] for dtype in (None, *HALF) if dtype not in refused]
-    return f'| {name} | {graph} | {", ".join(names)} | {file} |'
+    half = [dtype for dtype in HALF if dtype in deployed]
+    dtypes = ', '.join(str(dtype).partition('.')[2] for dtype in half)
+    if any(parameter.dtype not in half for dtype in half for parameter in deployed[dtype].parameters()):
+        dtypes += ' of backbone and neck' if model.with_neck else ' of the backbone'
+    return f'| {name} | {graph} | {dtypes} | {file} |'
 
 
 def predict(model, size=(64, 128)):
@@ -123,14 +129,14 @@ def test_a_detector_is_deployed_and_finds_the_same_or_is_refused_with_the_reason
     except Exception:
         # The detector needs text or frames, or the sizes in its small config do not match.
         expected = None
-    refused = REFUSED.get(type(model).__name__, {})
+    refused, forms = REFUSED.get(type(model).__name__, {}), {}
     for dtype in (None, *HALF):
         message = refused.get(dtype)
         if message is not None:
             with pytest.raises(DeploymentError, match=message):
                 slab_det.deploy(model, dtype)
             continue
-        deployed = slab_det.deploy(model, dtype)
+        deployed = forms[dtype] = slab_det.deploy(model, dtype)
         if expected is None:
             continue
         check, found = deployed.deployment_check, predict(deployed)
@@ -141,5 +147,5 @@ def test_a_detector_is_deployed_and_finds_the_same_or_is_refused_with_the_reason
             assert len(wanted) and unmatched(found, wanted) <= 0.02, (len(found), len(wanted))
     assert not differing(model, before)
     if name in NAMES:
-        row = table_row(NAMES[name], model, refused)
+        row = table_row(NAMES[name], model, forms)
         assert row in PAGE, f'docs/deploy.md lacks the row {row}'

@@ -1,23 +1,27 @@
 """Kernels compute what PyTorch's operators compute; without a GPU they run in Triton's interpreter."""
 
 import copy
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative_difference
-from graph_cases import EagerOperators
+from graph_cases import EagerOperators, build, noise
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
 from mmdet.registry import MODELS
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.deployment.box_operators import EMPTY, map_levels
-from slab_det.deployment.gpu import kernels, mask_kernels
+from slab_det.deployment.gpu import box_kernels, kernels, mask_kernels
 from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.ffn_kernels import TritonFFN, triton_ffn
+from slab_det.deployment.gpu.static import measure_frame
 from slab_det.deployment.gpu.window_kernels import TritonWindowAttention, triton_windows
+from slab_det.deployment.heads import Frame, find_family
 from slab_det.deployment.masks import paste_masks
 from slab_det.deployment.replacements import replace_layers
 from slab_det.fusion.channels import resize_channels
@@ -217,3 +221,49 @@ def test_add_bias():
     x, bias = torch.randn(2, 5, 20, 33, device=DEVICE), torch.randn(5, device=DEVICE)
     x = x.contiguous(memory_format=torch.channels_last)
     assert torch.equal(kernels.add_bias(x.clone(), bias), x + bias[:, None, None])
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses the operators that ask a GPU for values, which a capture refuses."""
+
+    names = '_local_scalar_dense', 'nonzero', 'masked_select', 'equal', 'is_nonzero', '_unique2', 'repeat_interleave'
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith('index') and any(x is not None and x.dtype == torch.bool for x in args[1])
+        assert name not in self.names and not by_mask, f'{func} waits for the GPU'
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize('kind', ['Cascade R-CNN', 'ATSS', 'FCOS', 'RTMDet'])
+@torch.no_grad()
+def test_heads_find_the_same_in_kernels_and_never_wait_for_the_gpu(kind, monkeypatch):
+    def pool(self, extractor, features, boxes, scores):
+        waves = torch.arange(16 * 49, device=DEVICE).view(16, 7, 7) * boxes.sum(1)[:, None, None, None] / 99
+        return waves.sin().repeat(1, 2, 1, 1), None
+
+    # RoIAlign has a test of its own; the interpreter takes minutes for these regions, and seconds for all candidates.
+    monkeypatch.setattr(box_kernels, 'CANDIDATES', 64)
+    for kind_of_operators in (EagerOperators, FixedOperators):
+        monkeypatch.setattr(kind_of_operators, 'pool', pool)
+    model = build(kind, random.Random(0)).to(DEVICE)
+    for name in ('rpn_head', 'bbox_head', 'roi_head'):
+        cfg = getattr(getattr(model, name, None), 'test_cfg', {})
+        few = dict(nms_pre=10, max_per_img=10, score_thr=0.01)
+        cfg.update({key: value for key, value in few.items() if key in cfg})
+    data = model.data_preprocessor(noise((64, 96), (90, 120)), False)
+    frame = Frame(*measure_frame(data['data_samples'][0].metainfo).to(DEVICE))
+    features, expected = model.extract_feat(data['inputs']), None
+    for operators in (EagerOperators(), FixedOperators()):
+        family = find_family(model)(model, operators)
+        found = family.detect(features, frame, family.score_thr)
+        expected = expected or found
+    with NoSync():
+        family.detect(features, frame, family.score_thr)
+    with NoSync(), pytest.raises(AssertionError, match='waits for the GPU'):
+        find_family(model)(model, EagerOperators()).detect(features, frame, family.score_thr)
+    there = expected.scores > EMPTY
+    assert there.sum() > 3 and bool(found.exact) == bool(expected.exact)
+    assert torch.equal(found.scores > EMPTY, there) and torch.equal(found.labels[there], expected.labels[there])
+    torch.testing.assert_close(found.scores[there], expected.scores[there])
+    torch.testing.assert_close(found.corners[there], expected.corners[there], rtol=1e-4, atol=1e-3)

@@ -54,6 +54,17 @@ def test_layers_compute_in_half_precision_and_boxes_in_float32(small_detector, f
     assert found.bboxes.isfinite().all()
 
 
+def test_a_detector_with_parameters_elsewhere_keeps_its_heads_in_float32(small_detector):
+    model, images = slab_det.fuse(small_detector()), torch.randn(1, 3, HEIGHT, WIDTH)
+    model.keypoint_head = torch.nn.Linear(2, 2).eval()
+    deployed = slab_det.deploy(model, torch.bfloat16)
+    parts = {name.partition('.')[0]: parameter.dtype for name, parameter in deployed.named_parameters()}
+    halves = {name for name, dtype in parts.items() if dtype == torch.bfloat16}
+    assert halves == {'backbone', 'neck'} < {*parts}
+    assert {x.dtype for x in deployed.extract_feat(images)} == {torch.float32}
+    assert len(predict(deployed, images)) > 5
+
+
 def test_default_dtype_changes_nothing_in_a_deployed_detector(small_detector):
     model, images = slab_det.fuse(small_detector()), torch.randn(1, 3, HEIGHT, WIDTH)
     expected = predict(slab_det.deploy(model), images)

@@ -169,27 +169,6 @@ def test_list_runs_to_its_end_and_names_each_refused_image(served):
     assert detector([]) == []
 
 
-def test_functions_in_docs_give_the_results_of_load_detector(files, served):
-    page = (CONFIGS.parent / 'docs/deploy.md').read_text().partition('## Serve without slab_det')[2]
-    functions = {}
-    exec(re.search(r'```python\n(.*?)```', page, re.S)[1], functions)
-    session = import_extra('onnxruntime').InferenceSession(str(files[2]))
-    names = [output.name for output in session.get_outputs()]
-    scale = Config.fromfile(files[0]).test_dataloader.dataset.pipeline[1].scale
-    for image in IMAGES[:3]:
-        expected = served('onnxruntime')(image).pred_instances
-        pixels, factors = functions['prepare'](image, scale)
-        found = dict(zip(names, session.run(None, {'image': pixels}), strict=True))
-        boxes = found['boxes'] / factors
-        assert len(boxes) > 5
-        np.testing.assert_allclose(boxes, expected.bboxes, atol=1e-3)
-        np.testing.assert_allclose(found['scores'], expected.scores, atol=1e-5)
-        masks = np.stack(
-            [functions['paste_mask'](*pair, *image.shape[:2]) for pair in zip(found['mask_logits'], boxes, strict=True)]
-        )
-        assert masks.any() and (masks != expected.masks.numpy()).mean() < 1e-5
-
-
 @pytest.mark.parametrize('runtime', ['onnxruntime', 'openvino'])
 def test_exported_file_is_served_without_slab_det(files, served, runtime):
     pytest.importorskip(runtime)

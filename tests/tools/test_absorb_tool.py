@@ -141,7 +141,7 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *QUICK, '--rounds', 0)
     tried = re.findall(rf'^(\d+) of {NORMS} LayerNorms kept: agreement ([\d.]+)$', result.out, re.MULTILINE)
     assert int(tried[0][0]) == 0
-    summary = r'LayerNorms absorbed, (\d+) kept; agreement .*: ([\d.]+), AP about [\d.]+ lower$'
+    summary = r'LayerNorms absorbed, (\d+) kept; agreement .*: ([\d.]+), AP about [\d.]+ lower if the teacher has 50$'
     written = re.search(summary, result.out, re.MULTILINE)
     values = {int(count): float(value) for count, value in tried}
     assert values[int(written[1])] == float(written[2])

@@ -75,6 +75,11 @@ def _openvino_core() -> Any:
     return import_extra('openvino').Core()
 
 
+def openvino_precisions() -> list[str]:
+    """The precisions in which OpenVINO computes fast on this CPU, such as 'FP32', 'BF16' and 'INT8'."""
+    return _openvino_core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
+
+
 def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
     options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
     if threads:

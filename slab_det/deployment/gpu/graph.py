@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from threading import Lock
 
 import torch
@@ -21,17 +21,20 @@ from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
 from slab_det.deployment.heads import Unsupported, require
 from slab_det.deployment.masks import paste_masks
+from slab_det.runtime.tensors import tensors_in
 
-# The most graphs that a GraphCache keeps, and the largest share of the GPU's memory that these graphs may take. The
-# graphs of a cache share one memory pool, because they never run at the same time.
+# The most graphs that a GraphCache keeps, and the largest share of the GPU's memory that these graphs may take before
+# another is captured. The graphs of a cache share one memory pool, because they never run at the same time.
 MAX_GRAPHS, MAX_SHARE = 64, 0.25
+# A capture may fail for a moment, as without free memory: how often a size is tried, and after how many calls again.
+MAX_TRIES, RETRY_AFTER = 3, 100
 # Captures take turns, because PyTorch captures all graphs of a process on one shared stream.
 _capturing = Lock()
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured graph, its static tensors, what else it reads, and the memory that it added to the pool."""
+    """A captured graph, its static tensors, what else it reads, and the bytes of both outside of the memory pool."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -40,11 +43,22 @@ class _Graph:
     num_bytes: int
 
 
+@dataclass
+class _Failure:
+    """A capture that failed ``tries`` times, and the number of calls since the last time."""
+
+    tries: int = 0
+    calls: int = 0
+    num_bytes: int = 0
+
+
 class GraphCache:
     """Captures a function of tensors in CUDA graphs; a replay launches all kernels without running Python.
 
     Captures one graph for each combination of input shapes and ``settings``, in about a tenth of a second. Beyond
-    ``MAX_GRAPHS`` or ``MAX_SHARE``, drops the least recently used graph. Threads and streams take turns.
+    ``MAX_GRAPHS``, drops the least recently used graph; beyond ``MAX_SHARE`` all graphs, because their common memory is
+    free only then. Threads and streams take turns. A capture that failed is tried again after ``RETRY_AFTER`` calls,
+    ``MAX_TRIES`` times in all.
 
     Args:
         function: Returns a tuple of tensors, and must not wait for the GPU.
@@ -54,7 +68,7 @@ class GraphCache:
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], model: nn.Module | None = None) -> None:
         self._function, self._model, self._lock = function, model, Lock()
-        self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, _Graph | _Failure] = OrderedDict()
         self._pool: tuple[int, int] | None = None
         self._done: torch.cuda.Event | None = None
 
@@ -67,11 +81,15 @@ class GraphCache:
         """
         key = settings, tuple((x.shape, x.dtype, x.device) for x in inputs)
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            if key not in self._graphs:
-                self._graphs[key] = self._try_capture(inputs)
+            found = self._graphs.get(key) or _Failure(calls=RETRY_AFTER)
+            if isinstance(found, _Failure):
+                if found.calls >= RETRY_AFTER and found.tries < MAX_TRIES:
+                    found = self._try_capture(inputs, found.tries + 1)
+                else:
+                    found.calls += 1
+            self._graphs[key] = found
             self._graphs.move_to_end(key)
-            found = self._graphs[key]
-            if found is None:
+            if isinstance(found, _Failure):
                 return None
             stream = torch.cuda.current_stream()
             if self._done is not None:
@@ -85,18 +103,19 @@ class GraphCache:
             self._done = stream.record_event()
             return outputs
 
-    def _try_capture(self, inputs: tuple[Tensor, ...]) -> _Graph | None:
+    def _try_capture(self, inputs: tuple[Tensor, ...], tries: int) -> _Graph | _Failure:
         try:
             return self._capture(inputs)
         except Exception as error:
             reason = ' '.join(f'{type(error).__name__}: {error}'.split())
             shapes = ', '.join('x'.join(map(str, x.shape)) for x in inputs)
+            again = f', until the next try after {RETRY_AFTER} of them' if tries < MAX_TRIES else ''
             MMLogger.get_current_instance().warning(
                 f'deployed detector: cannot capture a CUDA graph of inputs of {shapes} ({reason}); images of this size '
-                'run without a graph, several times slower'
+                f'run without a graph, several times slower{again}'
             )
             torch.cuda.synchronize()
-            return None
+            return _Failure(tries)
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
         device = next(x.device for x in inputs if x.is_cuda)
@@ -113,7 +132,6 @@ class GraphCache:
             torch.cuda.current_stream().wait_stream(side)
             self._make_room()
             torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
             # 'thread_local' lets other threads allocate CUDA memory during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode='thread_local'):
@@ -121,17 +139,24 @@ class GraphCache:
             self._pool = self._pool or graph.pool()
             weights = [*self._model.parameters(), *self._model.buffers()] if self._model is not None else []
             reads = [*constants, *(weight.detach() for weight in weights)]
-            return _Graph(graph, inputs, outputs, reads, torch.cuda.memory_reserved() - before)
+            num_bytes = sum(x.nbytes for x in (*inputs, *tensors_in(constants)))
+            return _Graph(graph, inputs, outputs, reads, num_bytes)
 
     def _make_room(self) -> None:
-        limit = MAX_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-
-        def is_full() -> bool:
-            graphs = self._graphs.values()
-            return len(graphs) >= MAX_GRAPHS or sum(graph.num_bytes for graph in graphs if graph) > limit
-
-        while self._graphs and is_full():
+        while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
+        if self.num_bytes() > MAX_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory:
+            self._graphs.clear()
+            self._pool = None
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of GPU memory of all graphs, without the weights of the model."""
+        return _pool_bytes(self._pool) + sum(graph.num_bytes for graph in self._graphs.values())
+
+
+def _pool_bytes(pool: tuple[int, int] | None) -> int:
+    """The bytes of GPU memory in a memory pool."""
+    return sum(x['total_size'] for x in torch.cuda.memory_snapshot() if tuple(x['segment_pool_id']) == pool)
 
 
 class GraphedPrediction:
@@ -144,19 +169,23 @@ class GraphedPrediction:
 
     def __init__(self, model: nn.Module, masks: str) -> None:
         self._model, self._masks = model, masks
+        # Made at the first call, because copying and loading call __init__ before the model has its modules.
+        self._static: StaticDetector | None = None
+        self._graphs: GraphCache | None = None
+        self._address = 0
 
     def __reduce__(self) -> tuple:
         # A copied or loaded detector captures its own graphs.
         return GraphedPrediction, (self._model, self._masks)
 
-    # Not in __init__, which copying and loading call before the model has its modules.
-    @cached_property
-    def _static(self) -> StaticDetector:
-        return StaticDetector(self._model, FixedOperators(), fused=True)
-
-    @cached_property
-    def _graphs(self) -> GraphCache:
-        return GraphCache(self._static, self._model)
+    def _follow_weights(self) -> None:
+        """Starts anew where the weights have moved: the static detector has copies of weights, and graphs addresses."""
+        address = _weight_address(self._model)
+        if address != self._address:
+            # A graph of the weights where they were may still run.
+            torch.cuda.synchronize()
+            self._static = StaticDetector(self._model, FixedOperators(), fused=True)
+            self._graphs, self._address = GraphCache(self._static, self._model), address
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -173,9 +202,9 @@ class GraphedPrediction:
 
     def _detect(self, image: Tensor, metainfo: dict) -> InstanceData | None:
         """Returns the detections of a graph, or None if ``predict`` of the class may find others."""
+        self._follow_weights()
         family = self._static.family
-        settings = repr(family.test_cfgs), _weight_address(self._model)
-        outputs = self._graphs(image, measure_frame(metainfo).pin_memory(), settings=settings)
+        outputs = self._graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
         if outputs is None:
             return None
         summary, boxes, scores, labels, *masks = outputs

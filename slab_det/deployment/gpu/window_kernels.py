@@ -181,7 +181,7 @@ class TritonWindowAttention(nn.Module):
         return out
 
 
-@constant
+@constant(256)
 def find_slots(
     height: int, width: int, window_size: int, shift: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:

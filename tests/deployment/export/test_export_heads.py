@@ -24,7 +24,7 @@ from slab_det.deployment.export import (
 )
 from slab_det.deployment.export.quantize import FLOAT_LAYERS
 from slab_det.deployment.export.settings import follow_config
-from slab_det.deployment.heads import find_family
+from slab_det.deployment.heads import Objects, find_family
 
 # test_export.py exports Mask R-CNN and Faster R-CNN.
 KINDS = [kind for kind in CONFIGS if kind not in ('Mask R-CNN', 'Faster R-CNN', 'Cascade R-CNN')]
@@ -136,11 +136,25 @@ def test_file_follows_the_settings_that_it_can(exported):
         follow_config('model.onnx', metadata, own)
 
 
-def test_last_layers_stay_float32_in_int8(exported):
-    _, file = exported('RetinaNet')
-    nodes = [node.name for node in onnx.load(file).graph.node if node.op_type == 'Conv' and 'bbox_head' in node.name]
-    last = [name for name in nodes if any(layer in name for layer in FLOAT_LAYERS)]
-    assert len(last) == 2 * 5 and all('_convs' in name for name in {*nodes} - {*last})
+@pytest.mark.parametrize('kind', KINDS)
+def test_last_layers_stay_float32_in_int8(kind, exported):
+    detector, file = exported(kind)
+    names = [node.name for node in onnx.load(file).graph.node if node.op_type in ('Conv', 'ConvTranspose', 'Gemm')]
+    names, hidden = [name for name in names if '_head' in name], ('convs.', 'fcs.', 'rpn_conv', 'upsample')
+    for name in names:
+        assert any(part in name for part in FLOAT_LAYERS) != any(part in name for part in hidden), name
+    # RTMDet of mmdet has no objectness.
+    missing = [layer for layer in find_family(detector).predictors if not any(layer in name for name in names)]
+    assert missing == ['rtm_obj'] * (kind == 'RTMDet')
+
+
+def test_logits_of_a_mean_of_probabilities_do_not_overflow():
+    stages = [torch.tensor(row) for row in ([-300.0, 300, 20, 0.3, 90], [-200.0, 310, -20, -1, 1])]
+    logits = Objects(*[None] * 4, stages).mean_mask_logits()
+    probability = torch.stack(stages).double().sigmoid().mean(0)
+    rest = (-torch.stack(stages).double()).sigmoid().mean(0)
+    torch.testing.assert_close(logits.double(), probability.log() - rest.log(), rtol=1e-6, atol=1e-6)
+    assert logits.isfinite().all() and logits[1] > 299
 
 
 def test_unsupported_part_is_named(tmp_path):

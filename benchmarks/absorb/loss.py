@@ -1,0 +1,75 @@
+"""Fits the loss of AP that an agreement means, to every student of benchmarks/results that has both.
+
+    python -m benchmarks.absorb.loss
+
+The model is `loss = c (AP (1 - agreement))^2`, AP being the teacher's, all from 0 to 1. Each file is also predicted
+from the others: a c that only fits the detectors it was fitted to would err there.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.results import FOLDER
+from slab_det.measure.markdown import format_table
+
+
+class Students(NamedTuple):
+    """The students of one file, and their teachers: (N,) each, from 0 to 1."""
+
+    teacher: np.ndarray
+    agreement: np.ndarray
+    loss: np.ndarray
+
+    @property
+    def scale(self) -> np.ndarray:
+        """What the loss is proportional to."""
+        return (self.teacher * (1 - self.agreement)) ** 2
+
+
+def read_students(file: Path) -> Students | None:
+    """Reads the students of a file; None if it has none with an agreement and a teacher."""
+    rows = json.loads(file.read_text())['rows']
+    teachers = {row['seed']: row['AP'] for row in rows if row.get('name') == 'teacher'}
+    students = [row for row in rows if {'AP', 'agreement'} <= row.keys() and row['seed'] in teachers]
+    if not students:
+        return None
+    teacher = np.array([teachers[row['seed']] for row in students])
+    ap = np.array([row['AP'] for row in students])
+    return Students(teacher, np.array([row['agreement'] for row in students]), teacher - ap)
+
+
+def fit(groups: list[Students]) -> float:
+    """The least-squares c."""
+    scale, loss = (np.concatenate([getattr(group, name) for group in groups]) for name in ('scale', 'loss'))
+    return float(scale @ loss / (scale @ scale))
+
+
+def find_students() -> dict[str, Students]:
+    """The students of every file, by its name."""
+    files = sorted([*FOLDER.glob('absorb_*.json'), *FOLDER.glob('ffn_*.json')])
+    return {file.name: students for file in files if (students := read_students(file))}
+
+
+def table(groups: dict[str, Students]) -> str:
+    """The table of benchmarks/README.md."""
+    rows, errors = [], []
+    for name, group in groups.items():
+        error = 100 * (group.loss - fit([other for key, other in groups.items() if key != name]) * group.scale)
+        errors.append(error)
+        ranges = ((values.min(), values.max()) for values in (group.teacher, group.loss))
+        teacher, loss = (f'{100 * low:.1f} to {100 * high:.1f}' for low, high in ranges)
+        agreement = f'{group.agreement.min():.2f} to {group.agreement.max():.2f}'
+        rows.append((f'`{name}`', str(len(error)), teacher, agreement, loss, f'{np.sqrt((error**2).mean()):.1f}'))
+    everything = np.concatenate(errors)
+    share = f'{np.mean(everything <= 1):.0%} lost at most 1.0 more'
+    rows.append(('all', str(len(everything)), '', '', share, f'{np.sqrt((everything**2).mean()):.1f}'))
+    titles = ('file', 'students', "teachers' AP", 'agreement', 'lost AP', 'error, predicted from the other files (rms)')
+    return format_table(titles, rows)
+
+
+if __name__ == '__main__':
+    found = find_students()
+    print(f'c = {fit([*found.values()]):.2f}\n\n{table(found)}')

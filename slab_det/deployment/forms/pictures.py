@@ -1,0 +1,163 @@
+"""Draws agreement over milliseconds, and the objects that the original detector and the recommended form find."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+import mmcv
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from pycocotools import mask as coco_mask
+
+from slab_det.compare.agreement import Detections, agreement, least_agreement
+from slab_det.measure.figure import COLOURS, INK, WIDTH, styled
+from slab_det.runtime.errors import AgreementError
+
+NUM_DRAWN = 5
+# Detections below this score are not drawn, as in mmdet's demo.
+SCORE = 0.3
+# Classes beyond these have the colour of an earlier one.
+CLASS_COLOURS = matplotlib.colormaps['tab10'].colors
+MARKERS = {'float32': 'o', 'bfloat16': 's', 'float16': 's', 'int8': 'D'}
+RUNTIME_COLOURS = dict(zip(('eager', 'torch', 'openvino', 'onnxruntime'), COLOURS, strict=True))
+# Width and height of the panel and of a number in it, in points.
+PANEL, NUMBER = (270, 160), (11, 9)
+
+
+@styled
+def agreement_figure(content: Mapping) -> Figure:
+    """Draws the agreement of each form over its time, numbered from the fastest; lines are quartiles.
+
+    Args:
+        content: What optimize.json holds.
+    """
+    entries = content['forms']
+    base = next(entry for entry in entries if entry['key'] == 'eager')
+    figure = Figure(figsize=(WIDTH, max(2.8, 0.17 * len(entries) + 0.6)))
+    axes, legend = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    least = least_agreement(content['max_loss'] / 100)
+    # Forms that find much less stand at the lower edge: they would hide how the others differ.
+    low = 1 - 2 * max(1 - least, 0.02)
+    times = [[ratio * base['median_ms'] for ratio in (*entry['quartiles'], entry['ratio'])] for entry in entries]
+    high = 1 + 0.15 * (1 - low)
+    right = 1.06 * max(map(max, times))
+    axes.set(xlabel='ms for an image', ylabel='agreement with the original detector', xlim=(0, right), ylim=(low, high))
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 1])
+    places, handles = [], []
+    for number, (entry, (start, end, time)) in enumerate(zip(entries, times, strict=True), 1):
+        colour, y = RUNTIME_COLOURS[entry['runtime']], max(entry['agreement'], low + 0.02 * (high - low))
+        look = dict(color=colour, mfc='white' if entry['dropped_for'] else colour, ms=5)
+        look['marker'] = 'v' if entry['agreement'] < y else MARKERS[entry['precision']]
+        axes.plot([start, end], [y, y], color=colour, lw=1)
+        axes.plot(time, y, ls='', zorder=3, **look)
+        if is_best := entry['key'] == content['recommended']:
+            axes.plot(time, y, 'o', ms=12, mfc='none', color=INK, zorder=4)
+        places.append((time, y))
+        what = ': recommended' if is_best else ': as fast' if entry['tie'] else ': dropped' * bool(entry['dropped_for'])
+        handles.append(Line2D([], [], ls='', label=f'{number}  {entry["title"]}{what}', **look))
+    _number(axes, places)
+    axes.axhline(least, color='0.5', lw=1, ls='--')
+    below = dict(xycoords=('axes fraction', 'data'), textcoords='offset points', ha='right', va='top', color='0.4')
+    axes.annotate(f'below: a loss of more than {content["max_loss"]:g} AP', (1, least), xytext=(-2, -2), **below)
+    legend.set_axis_off()
+    legend.legend(handles=handles, loc='center left', borderaxespad=0)
+    return figure
+
+
+def _number(axes: Axes, places: Sequence[tuple[float, float]]) -> None:
+    """Numbers points, each beside its point where no other number and no other point is."""
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    points = [((x - left) / (right - left) * PANEL[0], (y - bottom) / (top - bottom) * PANEL[1]) for x, y in places]
+    taken = list(points)
+    for number, (place, (x, y)) in enumerate(zip(places, points, strict=True), 1):
+
+        def crowd(offset: tuple[float, float], x: float = x, y: float = y) -> float:
+            near = [(abs(x + offset[0] - u), abs(y + offset[1] - v)) for u, v in taken]
+            # Far numbers need a line, which may cross others.
+            return sum(du < NUMBER[0] and dv < NUMBER[1] for du, dv in near) + math.hypot(*offset) / 1000
+
+        dx, dy = min(_offsets(), key=crowd)
+        taken.append((x + dx, y + dy))
+        line = dict(arrowstyle='-', lw=0.5, color='0.5', shrinkA=0, shrinkB=2) if math.hypot(dx, dy) > 12 else None
+        axes.annotate(
+            str(number), place, (dx, dy), textcoords='offset points', ha='center', va='center', arrowprops=line
+        )
+
+
+def _offsets() -> Iterator[tuple[float, float]]:
+    for radius, step in product((10, 18, 27, 36, 45), range(12)):
+        angle = math.pi / 2 + math.pi / 6 * step
+        yield radius * math.cos(angle), radius * math.sin(angle)
+
+
+def find_least_agreeing(reference: Mapping[int, Detections], other: Mapping[int, Detections], count: int) -> list[int]:
+    """The images, of those in which one of two detectors finds something, on which they agree least."""
+    values = {}
+    for image in sorted(reference.keys() & other.keys()):
+        try:
+            values[image] = agreement([reference[image]], [other[image]])
+        except AgreementError:  # nothing is found
+            continue
+    return sorted(values, key=values.get)[:count]
+
+
+@styled
+def objects_figure(
+    found: Mapping[str, Mapping[int, Detections]], images: Sequence[Path], classes: Sequence[str]
+) -> Figure:
+    """Draws the objects of the original detector above those of the recommended form, in the least agreeing images.
+
+    Args:
+        found: The detections of both, by title, in the images by index.
+        images: Files of the images.
+        classes: Class names; empty if unknown.
+    """
+    indices = find_least_agreeing(*found.values(), NUM_DRAWN)
+    pixels = [mmcv.imread(str(images[i]), channel_order='rgb') for i in indices]
+    tallest = max(min(image.shape[0] / image.shape[1], 1.5) for image in pixels)
+    figure = Figure(figsize=(WIDTH, 2 * (WIDTH / NUM_DRAWN * tallest + 0.4) + 0.5))
+    parts, labels = figure.subfigures(2, 1), set()
+    for part, (title, detections) in zip(parts, found.items(), strict=True):
+        part.suptitle(title, x=0.01, ha='left')
+        rows = part.subplots(1, NUM_DRAWN)
+        for axes in rows:
+            axes.set_axis_off()
+        for axes, index, image in zip(rows, indices, pixels, strict=False):
+            labels |= _draw(axes, image, detections[index])
+    names = [classes[label] if label < len(classes) else f'class {label}' for label in sorted(labels)][
+        : len(CLASS_COLOURS)
+    ]
+    handles = [
+        Line2D([], [], color=_colour(label), label=name) for label, name in zip(sorted(labels), names, strict=False)
+    ]
+    if handles:
+        figure.legend(handles=handles, loc='outside lower center', ncols=5)
+    return figure
+
+
+def _colour(label: int) -> tuple[float, ...]:
+    return CLASS_COLOURS[label % len(CLASS_COLOURS)]
+
+
+def _draw(axes: Axes, image: np.ndarray, found: Detections) -> set[int]:
+    """Draws an image (H, W, 3) with its objects, and returns their classes."""
+    axes.imshow(image)
+    shown = np.flatnonzero(found.scores >= SCORE)
+    found = found.select(shown)
+    axes.set_title(f'{len(shown)} object{"s" if len(shown) != 1 else ""}')
+    boxes = found.regions
+    if isinstance(found.regions, list):
+        boxes = coco_mask.toBbox(found.regions) if found.regions else []
+        for mask, label in zip(found.regions, found.labels, strict=True):
+            axes.contour(coco_mask.decode(mask), [0.5], colors=[_colour(label)], linewidths=1)
+    for (x, y, width, height), label in zip(boxes, found.labels, strict=True):
+        axes.add_patch(Rectangle((x, y), width, height, fill=False, lw=1, ec=_colour(label)))
+    axes.set(xlim=(0, image.shape[1]), ylim=(image.shape[0], 0))
+    return {*found.labels.tolist()}
