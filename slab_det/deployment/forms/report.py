@@ -47,9 +47,10 @@ class OptimizationReport:
         if best is base:
             lines = ['Nothing is gained here: no form is faster than the detector as it is, in eager PyTorch.']
         else:
+            before, after = (_digits(ratio * base['median_ms']) for ratio in (1, best['ratio']))
             lines = [
-                f'**{best["title"]}** takes {_ratio(best)} of the time of the detector in eager PyTorch: '
-                f'{_digits(best["ratio"] * base["median_ms"])} ms for an image instead of {_digits(base["median_ms"])} ms.',
+                f'**{best["title"]}** takes {_ratio(best)} of the time of the detector in eager PyTorch: {after} ms '
+                f'for an image instead of {before} ms.',
                 _describe_loss(best),
             ]
         if others:
