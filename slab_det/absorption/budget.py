@@ -170,6 +170,7 @@ def estimate_losses(
     """:attr:`Place.losses` of each place of the copied teacher, each estimated as if nothing else were removed."""
     moments: dict[tuple[str, str], CrossMoments] = defaultdict(CrossMoments)
     seen: set[tuple[str, str]] = set()
+    levels: dict[tuple[str, str], int] = defaultdict(int)
 
     def see(value: object, key: tuple[str, str]) -> None:
         # A dropout stands in two places of an FFN.
@@ -184,7 +185,10 @@ def estimate_losses(
         moments[key].add(*(tokens[:, :1], tokens) if key[1] == 'stream' else (tokens, tokens[:, :1]))
 
     def see_reader(layer: nn.Module, args: tuple, output: Tensor, key: tuple[str, str]) -> None:
-        moments[key].add(input_tokens(layer, args[0], output), output_tokens(output))
+        weight = plan.images.regions[batch].position_weights(places[key[0]].owner, levels[key])
+        weight = None if weight is None else output_tokens(weight)
+        levels[key] += 1
+        moments[key].add(input_tokens(layer, args[0], output), output_tokens(output), weight)
 
     with ExitStack() as stack:
 
@@ -205,6 +209,7 @@ def estimate_losses(
                     stack.callback(model.get_submodule(reader).register_forward_hook(hook).remove)
         for batch in islice((i for i in range(plan.images.count) if not is_held_out(i)), SURVEY):
             seen.clear()
+            levels.clear()
             plan.forward(model)(plan.images.store.get(str(batch)), batch)
     return {name: _losses(model, place, moments) for name, place in places.items()}
 

@@ -45,7 +45,7 @@ class Images(NamedTuple):
     count: int
     held_out: Batches
     digest: hashlib._Hash
-    regions: list[Regions | None]
+    regions: list[Regions]
 
 
 def is_held_out(index: int) -> bool:

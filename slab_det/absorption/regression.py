@@ -30,7 +30,7 @@ class CrossMoments:
         int8: Fits add a penalty for the rounding of x to int8.
 
     Attributes:
-        count: Number of tokens so far.
+        count: Number of tokens so far, or the sum of their weights.
         mean_x, mean_y: Means, (C_x,) and (C_y,); None before the first token.
         xx: Sum over tokens of ``(x - mean_x) (x - mean_x)^T``, (C_x, C_x).
         xy: The same sum for x and y, (C_x, C_y).
@@ -50,8 +50,8 @@ class CrossMoments:
         """
         return (2 * (float(self.high) - float(self.low)) / 255) ** 2 / 12 if self.int8 else 0.0
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Adds tokens, (..., C_x) and (..., C_y); there may be none."""
+    def add(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+        """Adds tokens, (..., C_x) and (..., C_y), if there are any; each counts ``weight`` times, (..., 1), or once."""
         if not x.numel():
             return
         if self.int8:
@@ -60,19 +60,25 @@ class CrossMoments:
         # float64 takes twice the time of float32 on a CPU; on a GPU, float32 may be TF32.
         dtype = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
         # Chunks bound the memory, which whole maps would exceed, and the length of the sums in float32.
-        parts = (tokens.flatten(0, -2).split(GPU_CHUNK if x.is_cuda else CHUNK) for tokens in (x, y))
-        for x_part, y_part in zip(*parts, strict=True):
-            self._add_chunk(x_part.to(dtype), y_part.to(dtype))
+        tensors = (x, y) if weight is None else (x, y, weight)
+        parts = (tokens.flatten(0, -2).split(GPU_CHUNK if x.is_cuda else CHUNK) for tokens in tensors)
+        for chunk in zip(*parts, strict=True):
+            self._add_chunk(*(part.to(dtype) for part in chunk))
 
-    def _add_chunk(self, x: Tensor, y: Tensor) -> None:
+    def _add_chunk(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Updates the sums by the formula of Chan, Golub and LeVeque (1979), in place, because xx is large."""
-        mean_x, mean_y = x.mean(0, dtype=torch.float64), y.mean(0, dtype=torch.float64)
+        added = len(x) if weight is None else float(weight.sum(dtype=torch.float64))
+        mean_x, mean_y = (
+            (part if weight is None else weight * part).sum(0, dtype=torch.float64) / added for part in (x, y)
+        )
         if self.count == 0:
             self.mean_x, self.mean_y = torch.zeros_like(mean_x), torch.zeros_like(mean_y)
             self.xx, self.xy = mean_x.new_zeros(len(mean_x), len(mean_x)), mean_x.new_zeros(len(mean_x), len(mean_y))
             self.yy = torch.zeros_like(mean_y)
-        count = self.count + len(x)
+        count = self.count + added
         x, y = x - mean_x.to(x.dtype), y - mean_y.to(y.dtype)
+        if weight is not None:
+            x, y = weight.sqrt() * x, weight.sqrt() * y
         for start in range(0, len(mean_x), BLOCK):
             rows, rest = slice(start, start + BLOCK), slice(start + BLOCK, None)
             products = x[:, rows].T @ x[:, start:]
@@ -81,12 +87,12 @@ class CrossMoments:
             self.xy[rows] += x[:, rows].T @ y
         self.yy += y.square().sum(0)
         mean_x, mean_y = mean_x - self.mean_x, mean_y - self.mean_y
-        weight = self.count * len(x) / count
-        self.xx.addr_(mean_x, mean_x, alpha=weight)
-        self.xy.addr_(mean_x, mean_y, alpha=weight)
-        self.yy += weight * mean_y.square()
-        self.mean_x += mean_x * (len(x) / count)
-        self.mean_y += mean_y * (len(x) / count)
+        between = self.count * added / count
+        self.xx.addr_(mean_x, mean_x, alpha=between)
+        self.xy.addr_(mean_x, mean_y, alpha=between)
+        self.yy += between * mean_y.square()
+        self.mean_x += mean_x * (added / count)
+        self.mean_y += mean_y * (added / count)
         self.count = count
 
     def about_zero(self) -> CrossMoments:
@@ -107,11 +113,15 @@ class CrossMoments:
         self.xy += self.xx @ weight.T
         self.mean_y += weight @ self.mean_x + bias.double()
 
-    def standardise_target(self) -> CrossMoments:
-        """Returns the sums for targets that are divided by their standard deviations."""
+    def deviation(self) -> Tensor:
+        """The standard deviations of y, (C_y,); 1 for a constant."""
+        return (self.yy / self.count).sqrt().where(self.yy > 0, 1.0)
+
+    def divide_target(self, unit: Tensor) -> CrossMoments:
+        """Returns the sums for the target ``y / unit``, unit (C_y,)."""
         other = copy(self)
-        sigma = (self.yy / self.count).clamp(min=1e-300).sqrt()
-        other.mean_y, other.xy, other.yy = self.mean_y / sigma, self.xy / sigma, self.yy / sigma.square()
+        if self.count:
+            other.mean_y, other.xy, other.yy = self.mean_y / unit, self.xy / unit, self.yy / unit.square()
         return other
 
     def select(self, channels: Tensor) -> CrossMoments:

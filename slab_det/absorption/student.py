@@ -276,13 +276,14 @@ class Absorption:
             targets = self.teacher.run_calls(batch, block, outputs, finish)
             sources, own = self.student.run_calls(batch, block, [Probe(place.readers[0], 'input'), outputs[0]], finish)
             # A head runs once on each level of the neck.
-            for source, output, *parts in zip(sources, own, *targets, strict=True):
+            for level, (source, output, *parts) in enumerate(zip(sources, own, *targets, strict=True)):
+                weight = self.plan.images.regions[batch].position_weights(block, level)
+                weight = None if weight is None else output_tokens(weight)
                 target = torch.cat([*map(output_tokens, parts)], -1)
-                moments[is_held_out(batch)].add(input_tokens(readers[0], source, output), target)
+                moments[is_held_out(batch)].add(input_tokens(readers[0], source, output), target, weight)
             del targets, sources, own
         _check_finite(place.name, *moments)
-        error = _prune(self.model, place, kept, *moments)
-        left = error / measured_part(*moments).variance()
+        left = _prune(self.model, place, kept, *moments)
         self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left))
 
     def _fit_writer(
@@ -312,8 +313,9 @@ class Absorption:
             place, kept = pruned
             for part in {moments[0], measured_part(*moments)}:
                 # The target becomes the whole output that the layer should have, not only the error before.
-                part.add_to_target(layer.weight.flatten(1), layer.bias)
-            left = _prune(self.model, place, kept, *moments) / measured_part(*streams).variance()
+                part.add_to_target(layer.weight.detach().flatten(1), layer.bias.detach())
+            share = measured_part(*moments).variance() / measured_part(*streams).variance()
+            left = share * _prune(self.model, place, kept, *moments)
             logits = self.lost_logits.get(place.name)
             self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left, logits=logits))
         else:
@@ -344,26 +346,28 @@ def _refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossM
 def _prune(model: nn.Module, place: HiddenChannels, kept: int, moments: CrossMoments, held_out: CrossMoments) -> float:
     """Removes hidden channels, the inputs of the moments, and refits the layers that read them.
 
-    Returns the mean squared error.
+    Returns the squared error over the variance of the targets.
     """
     readers = [*map(model.get_submodule, place.readers)]
-    weight = torch.cat([reader.weight.flatten(1) for reader in readers])
+    weight = torch.cat([reader.weight.flatten(1) for reader in readers]).double()
     columns = weight.shape[1] // place.count
     # Outputs of several layers, such as classes and boxes, have different units.
-    ranked = moments.standardise_target() if len(readers) > 1 else moments
-    stay = rank_channels(ranked, place.heads, columns)[0][-kept:].sort().values
+    unit = moments.deviation() if len(readers) > 1 else torch.ones_like(moments.mean_y)
+    weight, moments, held_out = weight / unit[:, None], moments.divide_target(unit), held_out.divide_target(unit)
+    stay = rank_channels(moments, place.heads, columns)[0][-kept:].sort().values
     inputs = columns_of(stay, columns)
     # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
-    priors = moments.project(weight, inputs), weight[:, inputs].double()
+    priors = moments.project(weight, inputs), weight[:, inputs]
     moments, held_out = moments.select(inputs), held_out.select(inputs)
     judge = measured_part(moments, held_out)
     fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
     keep_channels(model, place, stay)
     sizes = [len(reader.weight) for reader in readers]
-    for reader, *values in zip(readers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
-        for parameter, value in zip((reader.weight, reader.bias), values, strict=True):
-            parameter.copy_(value.view_as(parameter))
-    return judge.unexplained(fit) * judge.variance()
+    matrices, shifts = (fit.matrix * unit[:, None]).split(sizes), (fit.shift * unit).split(sizes)
+    for reader, matrix, shift in zip(readers, matrices, shifts, strict=True):
+        reader.weight.copy_(matrix.view_as(reader.weight))
+        reader.bias.copy_(shift)
+    return judge.unexplained(fit)
 
 
 def _kept_channels(report: AbsorptionReport) -> dict[str, int]:

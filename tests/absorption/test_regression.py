@@ -148,6 +148,15 @@ def test_diagonal_fit_is_a_layer_norm_of_constant_scale():
     assert moments.unexplained(fit) < 1e-12
 
 
+def test_a_weight_counts_tokens_several_times():
+    x, y, _ = tokens(count=50, noise=1.0)
+    times = torch.arange(50) % 3
+    weighted = CrossMoments()
+    weighted.add(x[None], y[None], times.double()[None, :, None])
+    for name, value in vars(moments_of(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))).items():
+        torch.testing.assert_close(torch.as_tensor(getattr(weighted, name)).double(), torch.as_tensor(value).double())
+
+
 def test_channels_are_ranked_by_backward_elimination():
     """The oracle runs one regression for each set of remaining channels."""
     generator = torch.Generator().manual_seed(0)
