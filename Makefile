@@ -4,7 +4,7 @@
 # The environment holds dependencies only; PYTHONPATH makes the code the one in this tree, also in subprocesses.
 ACTIVATE = venv=$$(tools/venv.sh) && export PATH="$$venv/bin:$$PATH" PYTHONPATH="$(CURDIR)"
 
-quickstart: # trains a small detector on generated images, fuses it, prints AP and latency
+quickstart: # trains small detectors on generated images, finds the fastest form, prints AP and latency
 	@$(ACTIVATE) && python tools/quickstart.py
 
 test: # ruff and all tests, as the continuous integration runs them

@@ -23,6 +23,7 @@ CONFIGS = {
     'ATSS': 'atss/atss_r50_fpn_1x_coco',
     'FCOS': 'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco',
     'RTMDet': 'rtmdet/rtmdet_tiny_8xb32-300e_coco',
+    'RTMDet-Ins': 'rtmdet/rtmdet-ins_tiny_8xb32-300e_coco',
 }
 # The last layers of heads, whose weights spread the scores.
 SCORES = 'cls.weight', 'fc_cls.weight', 'centerness.weight', 'rtm_obj.weight'
@@ -40,7 +41,7 @@ def build(kind, rng, varied=False):
     cfg.neck.in_channels = [8, 16, 32, 64]
     if 'stacked_convs' in cfg.get('bbox_head', {}):
         cfg.bbox_head.stacked_convs = 1
-    if kind == 'RTMDet':
+    if 'RTMDet' in kind:
         cfg.backbone.out_indices, cfg.neck.in_channels = (1, 2, 3), [16, 32, 64]
         cfg.neck.out_channels = cfg.bbox_head.in_channels = cfg.bbox_head.feat_channels = 32
         # The small images have fewer boxes.

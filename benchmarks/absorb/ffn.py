@@ -98,7 +98,7 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
     def pruned(share: float, **patches: Callable) -> dict:
         model = prune(share, **patches)
         report = model.absorption_report
-        return dict(**ap(model), agreement=report.agreement, hidden=[ffn.hidden for ffn in report.pruned])
+        return dict(**ap(model), agreement=report.agreement, hidden=[place.kept for place in report.pruned])
 
     ways = {'teacher': lambda: ap(teacher)}
     ways |= {f'pruned {share}': lambda share=share: pruned(share) for share in SHARES}

@@ -6,6 +6,7 @@ The model is `loss = c (AP (1 - agreement))^2`, AP being the teacher's, all from
 from the others: a c that only fits the detectors it was fitted to would err there.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -71,5 +72,6 @@ def table(groups: dict[str, Students]) -> str:
 
 
 if __name__ == '__main__':
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = find_students()
     print(f'c = {fit([*found.values()]):.2f}\n\n{table(found)}')

@@ -36,7 +36,10 @@ METRICS = {'bccd': 'bbox', 'dsb2018': 'segm'}
 FINETUNE = ROOT / 'benchmarks/finetune/schedule.py'
 TUNE = ROOT / 'configs/_base_/schedules/tune_absorbed.py'
 IN_PROCESS = dict(num_workers=0, persistent_workers=False)
+# Shares of the multiply-adds that stay, of detectors that keep their norms.
+CHANNELS = (0.7, 0.5, 0.35)
 WAYS = ('all gone', 'default', 'control', 'tuned', 'tuned without labels', 'tuned on a folder', 'for int8')
+WAYS += tuple(f'channels {share}' for share in CHANNELS)
 
 
 def train(config: str | Path, work_dir: Path, data_root: str | None, *options: str) -> Path:
@@ -78,7 +81,12 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
         report = student.absorption_report
         if options == dict(keep=0):
             save_fused(student, cfg, fused, teacher.dataset_meta)
-        return dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
+        values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
+        if report.multiply_adds:
+            before, after = report.multiply_adds
+            places = {place.place: (place.kept, place.channels) for place in report.pruned}
+            values |= dict(share=round(after / before, 4), channels=places)
+        return values
 
     def tuned(name: str, *options: str, pictures: Path | None = None) -> dict:
         config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE), pictures)
@@ -104,6 +112,7 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
         # As a user has it who gives the tool --images.
         'tuned on a folder': lambda: tuned('tuned_on_folder', pictures=Path(args.data_root, 'images/train')),
         'for int8': lambda: absorbed(keep=0, int8=True),
+        **{f'channels {share}': lambda share=share: absorbed(keep='all', channels=share) for share in CHANNELS},
     }
     for way in ('teacher', *args.ways):
         print(results.measure_once(dict(name=way, seed=seed), ways[way]), flush=True)

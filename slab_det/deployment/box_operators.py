@@ -156,6 +156,17 @@ class BoxOperators(ABC):
         decoded = torch.cat([points - distances[..., :2], points + distances[..., 2:]], -1)
         return decoded if coder.clip_border is False else clip(decoded, limits)
 
+    def draw_masks(self, head: nn.Module, prototypes: Tensor, kernels: Tensor, points: Tensor) -> Tensor:
+        """Draws the mask logits (n, h, w) of objects by a small convolutional network of each.
+
+        Args:
+            head: The RTMDetInsHead.
+            prototypes: The common map, (C, h, w).
+            kernels: Weights and biases of the networks, (n, parameters).
+            points: The point of each object, and its strides, (n, 4).
+        """
+        return head._mask_predict_by_feat_single(prototypes, kernels, points)
+
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
         """Distance between the offsets of consecutive groups in mmcv's batched NMS: the largest coordinate plus 1."""
         corners = torch.where((scores > EMPTY)[..., None], corners, 0.0)

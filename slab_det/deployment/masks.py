@@ -58,6 +58,31 @@ def paste_masks(
     return masks
 
 
+def enlarge_masks(
+    logits: Tensor, stride: int, scale_factor: Sequence[float], shape: Sequence[int], threshold: float
+) -> Tensor:
+    """Enlarges masks of the padded image to their image, as RTMDet-Ins does.
+
+    Args:
+        logits: (n, h, w), of every ``stride``-th pixel of the padded image.
+        stride: See ``logits``.
+        scale_factor: The factors of x and y from the image to the padded image.
+        shape: (H, W) of the image.
+        threshold: Largest probability of a pixel outside of the mask.
+
+    Returns:
+        (n, H, W), bool.
+    """
+    if not len(logits):
+        return logits.new_zeros(0, *shape, dtype=torch.bool)
+    logits = F.interpolate(logits[None], scale_factor=stride, mode='bilinear')
+    # Rounded as in mmdet: the division comes first.
+    sides = zip(logits.shape[2:], scale_factor[1::-1], strict=True)
+    size = [math.ceil(side * (1 / factor)) for side, factor in sides]
+    logits = F.interpolate(logits, size, mode='bilinear')[0, :, : shape[0], : shape[1]]
+    return logits.sigmoid() > threshold
+
+
 def _paste_bands(probability: Tensor, box: Tensor, shape: Sequence[int], threshold: float) -> Iterator[Band]:
     """Pastes one mask into the pixels that its box touches; yields some columns at a time."""
     left, top = (max(0, math.floor(low) - 1) for low in box[:2].tolist())

@@ -58,7 +58,8 @@ class DetectorGraph(BackboneGraph):
         score_thr: Detections with this score or a smaller one are dropped.
 
     Shape:
-        (1, 3, H, W) -> boxes (n, 4), scores (n,), labels (n,) and, with a mask head, mask logits (n, 28, 28).
+        (1, 3, H, W) -> boxes (n, 4), scores (n,), labels (n,) and, with masks, mask logits (n, 28, 28) or, with a
+        ``mask_stride`` of the family, (n, h, w).
     """
 
     def __init__(self, detector: nn.Module) -> None:
@@ -78,11 +79,16 @@ class DetectorGraph(BackboneGraph):
         """What the file stores of the settings of the detector."""
         family = self.family
         metadata = dict(family=family.name, test_cfg=describe_test_cfg(family.stored, family.test_cfgs))
-        return metadata | (dict(mask_threshold=family.mask_threshold) if family.has_masks else {})
+        if family.has_masks:
+            metadata |= dict(mask_threshold=family.mask_threshold, mask_stride=family.mask_stride)
+        return metadata
 
     def output_names(self) -> list[str]:
         return ['boxes', 'scores', 'labels'] + ['mask_logits'] * self.family.has_masks
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
         """Names of the outputs' dimensions that depend on the image."""
-        return {name: {0: 'detections'} for name in self.output_names()}
+        axes = {name: {0: 'detections'} for name in self.output_names()}
+        if self.family.mask_stride is not None:
+            axes['mask_logits'] |= {1: 'mask_height', 2: 'mask_width'}
+        return axes

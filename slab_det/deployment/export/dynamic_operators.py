@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torchvision
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from torch import Tensor
+from torch import Tensor, nn
 
 from slab_det.deployment.box_operators import EMPTY, BoxOperators, PriorGenerator, map_levels, set_apart
 
@@ -77,6 +77,18 @@ class DynamicOperators(BoxOperators):
             for feature, index, layer in zip(features, members, extractor.roi_layers, strict=False)
         ]
         return torch.cat(regions), torch.cat(members)
+
+    def draw_masks(self, head: nn.Module, prototypes: Tensor, kernels: Tensor, points: Tensor) -> Tensor:
+        """See :meth:`BoxOperators.draw_masks`; a file cannot hold a convolution whose groups are the objects."""
+        grid = head.prior_generator.single_level_grid_priors(prototypes.shape[-2:], 0, points.dtype, points.device)
+        offsets = (points[:, None, :2] - grid) / (8 * points[:, 2:3, None])
+        x = torch.cat([offsets.transpose(1, 2), prototypes.flatten(1).expand(points.shape[0], -1, -1)], 1)
+        parts = kernels.split([*head.weight_nums, *head.bias_nums], 1)
+        num_layers = len(head.weight_nums)
+        for i, (weight, bias) in enumerate(zip(parts[:num_layers], parts[num_layers:], strict=True)):
+            x = torch.bmm(weight.reshape(-1, bias.shape[1], x.shape[1]), x) + bias[..., None]
+            x = x.relu() if i < num_layers - 1 else x
+        return x.reshape(-1, *prototypes.shape[-2:])
 
 
 class _Suppression(torch.autograd.Function):

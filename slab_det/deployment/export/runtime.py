@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slab_det.deployment.export.int8_sums import cuts_off_sums
 from slab_det.deployment.export.settings import follow_config
-from slab_det.deployment.masks import check_form, paste_masks
+from slab_det.deployment.masks import check_form, enlarge_masks, paste_masks
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.numbers import check_threads
@@ -234,8 +234,11 @@ class ExportedDetector(BaseModel):
                 f'{file} was exported for the resize {expected}, and this config has {resize or "no resize"}: the file '
                 'would find other objects; use the config of the export, or export again with this config'
             )
-        if masks == 'rle' and 'mask_threshold' not in self.runtime.metadata:
-            raise ExportError(f"masks='rle' encodes masks, and {file} outputs no masks; leave masks= out")
+        self.mask_stride = self.runtime.metadata.get('mask_stride')
+        found = 'no masks' if 'mask_threshold' not in self.runtime.metadata else None
+        found = 'masks of the whole image' if self.mask_stride is not None else found
+        if masks == 'rle' and found is not None:
+            raise ExportError(f"masks='rle' encodes masks of boxes, and {file} outputs {found}; leave masks= out")
         self.settings = follow_config(file, self.runtime.metadata, detector)
         if self.settings.score_thr is not None:
             self.runtime = replace(self.runtime, run=self.runtime.with_threshold(self.settings.score_thr))
@@ -254,7 +257,10 @@ class ExportedDetector(BaseModel):
             boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)
             instances = InstanceData(bboxes=boxes, scores=found['scores'], labels=found['labels'])
             if 'mask_logits' in found:
-                probabilities, threshold = found['mask_logits'].sigmoid(), self.settings.mask_threshold
-                instances.masks = paste_masks(probabilities, boxes, sample.ori_shape[:2], threshold, self.masks)
+                logits, threshold, shape = found['mask_logits'], self.settings.mask_threshold, sample.ori_shape[:2]
+                if self.mask_stride is None:
+                    instances.masks = paste_masks(logits.sigmoid(), boxes, shape, threshold, self.masks)
+                else:
+                    instances.masks = enlarge_masks(logits, self.mask_stride, sample.scale_factor, shape, threshold)
             sample.pred_instances = instances
         return data_samples

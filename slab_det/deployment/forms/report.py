@@ -47,9 +47,10 @@ class OptimizationReport:
         if best is base:
             lines = ['Nothing is gained here: no form is faster than the detector as it is, in eager PyTorch.']
         else:
+            before, after = (_digits(ratio * base['median_ms']) for ratio in (1, best['ratio']))
             lines = [
-                f'**{best["title"]}** takes {_ratio(best)} of the time of the detector in eager PyTorch: '
-                f'{best["ratio"] * base["median_ms"]:.3g} ms for an image instead of {base["median_ms"]:.3g} ms.',
+                f'**{best["title"]}** takes {_ratio(best)} of the time of the detector in eager PyTorch: {after} ms '
+                f'for an image instead of {before} ms.',
                 _describe_loss(best),
             ]
         if others:
@@ -91,7 +92,7 @@ class OptimizationReport:
             title += f' (dropped after {entry["rounds"]} rounds)' if entry['dropped_for'] else ''
             low, high = entry['loss_range']
             loss = '–' if is_base else f'{entry["expected_loss"]:.2f} ({low:.2f} to {high:.2f})'
-            row = [title, f'{entry["ratio"] * base_ms:.3g}', '1' if is_base else _ratio(entry)]
+            row = [title, _digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
             row += ['–' if is_base else f'{entry["agreement"]:.3f}', loss]
             ap = entry['ap'] or {}
             row += [f'{100 * ap[kind][main_column(kind)]:.1f}' if kind in ap else '–' for kind in kinds]
@@ -113,7 +114,7 @@ class OptimizationReport:
             "ms: the ratio times eager's median" + ('; * is as fast as the recommended form.' if ties else '.'),
             f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
             'held-out images as the truth. Expected loss: in points of AP, in brackets at two standard errors of the '
-            'agreement; the estimate itself errs by up to 1.4.',
+            'agreement, if the original has an AP of 50; of 66 detectors 91 % lost at most 1.0 more.',
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
         lines += [f'Not measured: {key}: {reason}.' for key, reason in content['failed'].items()]
@@ -123,6 +124,11 @@ class OptimizationReport:
     def __str__(self) -> str:
         notes = '\n'.join(f'- {note}' for note in self.notes())
         return f'{self.verdict()}\n\n{self.table()}\n\n{notes}'
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f'{value:.0f}' if value >= 1000 else f'{value:.3g}'
 
 
 def _ratio(entry: Mapping) -> str:

@@ -20,7 +20,7 @@ from slab_det.deployment.gpu import kernels, mask_kernels
 from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
 from slab_det.deployment.heads import Unsupported, require
-from slab_det.deployment.masks import paste_masks
+from slab_det.deployment.masks import enlarge_masks, paste_masks
 from slab_det.runtime.tensors import tensors_in
 
 # The most graphs that a GraphCache keeps, and the largest share of the GPU's memory that these graphs may take before
@@ -212,9 +212,13 @@ class GraphedPrediction:
         if not exact:
             return None
         found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
-        if masks:
+        shape = metainfo['ori_shape'][:2]
+        if masks and family.mask_stride is not None:
+            settings = family.mask_stride, metainfo['scale_factor'], shape, family.mask_threshold
+            found.masks = enlarge_masks(masks[0][:count], *settings)
+        elif masks:
             paste = mask_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
-            found.masks = paste(masks[0][:count], found.bboxes, metainfo['ori_shape'][:2], family.mask_threshold)
+            found.masks = paste(masks[0][:count], found.bboxes, shape, family.mask_threshold)
         return found
 
 

@@ -34,12 +34,14 @@ class StaticDetector:
 
         Returns:
             Integers (count, exact); exact is 0 if ``predict`` of the detector may find other objects. Then, best first:
-            corners in the original image (n, 4), scores (n,), labels (n,) and, with a mask head, mask probabilities
-            (n, 28, 28).
+            corners in the original image (n, 4), scores (n,), labels (n,) and, with masks, their probabilities
+            (n, 28, 28), or with a ``mask_stride`` of the family their logits (n, h, w).
         """
         frame, family = Frame(*frame), self.family
         found = family.detect(family.detector.extract_feat(image), frame, family.score_thr)
-        masks = (found.mask_probabilities(),) if family.has_masks else ()
+        masks = found.mask_logits
+        if masks and family.mask_stride is None:
+            masks = (found.mask_probabilities(),)
         summary = torch.stack([(found.scores > EMPTY).sum(), found.exact.long()])
         return summary, found.corners, found.scores, found.labels, *masks
 

@@ -8,9 +8,10 @@ from slab_det.deployment.heads.cascade import Cascade
 from slab_det.deployment.heads.fcos import FCOS
 from slab_det.deployment.heads.retinanet import RetinaNet
 from slab_det.deployment.heads.rtmdet import RTMDet
+from slab_det.deployment.heads.rtmdet_ins import RTMDetIns
 from slab_det.deployment.heads.two_stage import TwoStage
 
-FAMILIES: tuple[type[Family], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCOS, RTMDet)
+FAMILIES: tuple[type[Family], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCOS, RTMDet, RTMDetIns)
 
 __all__ = ['FAMILIES', 'Objects', 'Family', 'Frame', 'Unsupported', 'find_family', 'require']
 

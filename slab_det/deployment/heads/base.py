@@ -47,7 +47,8 @@ class Objects(NamedTuple):
         scores: (n,), ``EMPTY`` in empty places.
         labels: (n,).
         exact: Whether ``predict`` of the detector finds the same; None if the operators have no empty places.
-        mask_logits: (n, 28, 28) of each stage, whose probabilities have a mean; none for a family without masks.
+        mask_logits: (n, 28, 28) of each stage, whose probabilities have a mean; none for a family without masks. With a
+            ``mask_stride``, one tensor (n, h, w).
     """
 
     corners: Tensor
@@ -123,7 +124,7 @@ class Family(ABC):
 
     def choose(
         self, scores: Tensor, corners: Tensor, label_of: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """Applies NMS per class to boxes (N, 4) with scores (N,), and returns the best boxes of all classes.
 
         Args:
@@ -132,7 +133,8 @@ class Family(ABC):
             label_of: Returns the labels of the boxes at these places.
 
         Returns:
-            Corners, scores, labels, and whether mmdet would return the same (see :class:`Objects`).
+            Corners, scores, labels, whether mmdet would return the same (see :class:`Objects`), and the places among
+            the N boxes.
         """
         cfg, operators = self.test_cfgs[-1], self.operators
         corners, scores, place, stride, enough = operators.candidates(scores, corners)
@@ -144,11 +146,16 @@ class Family(ABC):
                 enough = enough | (scores > EMPTY).all()
             # If any coordinate is NaN, mmcv suppresses no box.
             enough = enough & stride.isfinite()
-        return corners[index], scores, label[index], enough
+        return corners[index], scores, label[index], enough, place[index]
 
     @property
     def has_masks(self) -> bool:
         return False
+
+    @property
+    def mask_stride(self) -> int | None:
+        """Pixels of the padded image per pixel of the masks; None for masks that fill their boxes."""
+        return None
 
     @property
     def score_thr(self) -> float:
@@ -156,7 +163,7 @@ class Family(ABC):
 
     @property
     def mask_threshold(self) -> float:
-        """Smallest probability of a pixel inside a mask."""
+        """Smallest probability of a pixel inside a mask; with a ``mask_stride``, the largest one outside."""
         return self.test_cfgs[-1]['mask_thr_binary']
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -32,18 +32,22 @@ class Dense(Family):
 
     Attributes:
         has_points: Whether the head predicts distances from points, and not deltas of anchors.
+        prediction: Further methods by which the head predicts.
     """
 
     base = SingleStageDetector
     part = 'bbox_head'
     stored = {'': dict(nms_pre=-1, min_bbox_size=-1, score_thr=0, max_per_img=None, nms=None)}
     has_points: ClassVar[bool] = False
+    prediction: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         super().__init__(detector, operators)
         # A head with other outputs would predict with them.
         base = nearest_base(detector.bbox_head, self.heads)
-        head = find_part(detector, 'bbox_head', base, (*DENSE_PREDICTION, 'forward', 'forward_single'))
+        head = find_part(
+            detector, 'bbox_head', base, (*DENSE_PREDICTION, *self.prediction, 'forward', 'forward_single')
+        )
         cfg = head.test_cfg
         custom = getattr(head.loss_cls, 'custom_cls_channels', False)
         require('a bbox_head with sigmoid scores', head.use_sigmoid_cls and not custom)
@@ -69,8 +73,19 @@ class Dense(Family):
         return self.test_cfgs[0].get('score_thr', 0)
 
     def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
+        logits, boxes, *factors = self.detector.bbox_head(features)
+        return self.find_objects(logits, boxes, factors, frame, score_thr)[0]
+
+    def find_objects(
+        self,
+        logits: Sequence[Tensor],
+        boxes: Sequence[Tensor],
+        factors: Iterable[Sequence[Tensor]],
+        frame: Frame,
+        score_thr: float | Tensor,
+    ) -> tuple[Objects, Tensor]:
+        """Finds the objects in the outputs of the head, of each level, and the anchor or point of each object, (n,)."""
         head, operators, classes = self.detector.bbox_head, self.operators, self.detector.bbox_head.num_classes
-        logits, boxes, *factors = head(features)
         sizes = [x.shape[-2:] for x in logits]
         # A CPU rounds the sigmoid of a value by its place in memory: these have the places that they have in mmdet.
         levels, boxes = [flat(x, classes).sigmoid().flatten() for x in logits], torch.cat([flat(x, 4) for x in boxes])
@@ -87,8 +102,8 @@ class Dense(Family):
         if head.test_cfg.get('min_bbox_size', -1) >= 0:
             x1, y1, x2, y2 = corners.unbind(-1)
             scores = torch.where((x2 > x1) & (y2 > y1), scores, EMPTY)
-        corners, scores, labels, exact = self.choose(scores, corners, lambda place: label[place])
+        corners, scores, labels, exact, chosen = self.choose(scores, corners, lambda place: label[place])
         if exact is not None:
             # A factor may be NaN.
             exact = exact & operators.is_number(scores)
-        return Objects(corners, scores, labels, exact)
+        return Objects(corners, scores, labels, exact), prior[chosen]

@@ -167,7 +167,7 @@ class TwoStage(Family):
             corners = corners * frame.rescale
         if head.reg_class_agnostic:
             corners = corners.expand(-1, classes, 4)
-        return self.choose(scores.reshape(-1), corners.reshape(-1, 4), lambda place: place % classes)
+        return self.choose(scores.reshape(-1), corners.reshape(-1, 4), lambda place: place % classes)[:4]
 
     def regress(
         self, features: Sequence[Tensor], boxes: Tensor, scores: Tensor, limits: Tensor
