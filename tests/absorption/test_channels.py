@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference, small_mmdet_cfg
 from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from teachers import SWIN, as_trained, build_teacher
 
@@ -15,6 +16,7 @@ import slab_det
 from slab_det.absorption.absorb import absorb, find_least_share
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.budget import Survey
+from slab_det.absorption.heads import find_regions
 from slab_det.absorption.plan import make_plan
 from slab_det.absorption.student import Absorption, absorb_norms
 from slab_det.backbones.adopt import adopt
@@ -130,6 +132,22 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(tmp_p
                 )
             ]
             assert max(losses) < 2e-2 if net is student else min(losses) > 0.1, losses
+
+
+@pytest.mark.parametrize('build', [build_retinanet, build_teacher])
+def test_half_of_the_weight_of_positions_goes_by_the_scores_of_the_teacher(build):
+    model, images = build(), torch.cat(pictures(2, (34, 70)))
+    shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), (34, 70))
+    samples = [DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0))) for _ in images]
+    regions = find_regions(model, images, samples)
+    head = 'rpn_head' if hasattr(model, 'rpn_head') else 'bbox_head'
+    with torch.no_grad():
+        logits = model.get_submodule(head)(model.extract_feat(images))[0]
+    scores = torch.cat([x.sigmoid().amax(1).flatten() for x in logits])
+    weights = [regions.position_weights(head, level) for level in range(len(logits))]
+    assert [x.shape[2:] for x in weights] == [x.shape[2:] for x in logits]
+    torch.testing.assert_close(torch.cat([x.flatten() for x in weights]), 0.5 + 0.5 * scores / scores.mean())
+    assert regions.position_weights('roi_head.bbox_head', 0) is None
 
 
 def test_auto_takes_the_least_share_that_agrees(monkeypatch, capsys):
