@@ -327,7 +327,7 @@ class _Search:
         for name in () if best else names[:middle][::-1]:
             if best := self._try_variant(engines, (name,)):
                 break
-        if NORMS:
+        if any(isinstance(module, nn.LayerNorm) for module in self.variants.detector.modules()):
             self._try_variant(engines[:1], (*best, *NORMS))
 
     def _choose_engines(self) -> list[Form]:

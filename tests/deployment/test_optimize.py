@@ -156,8 +156,7 @@ def test_a_call_that_was_interrupted_goes_on(files: Path, tmp_path: Path, monkey
 
     out = tmp_path / 'out'
     monkeypatch.setattr(forms, 'ON_CPU', dict(eager=('float32',), torch=('float32',)))
-    monkeypatch.setattr(module, 'CHANNELS', {})
-    monkeypatch.setattr(module, 'NORMS', {})
+    monkeypatch.setattr(module._Search, '_try_variants', lambda self: None)
     monkeypatch.setattr(module.Records, 'add', interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(files, out)
@@ -279,8 +278,7 @@ def test_a_full_disk_is_named(files: Path, tmp_path: Path) -> None:
 
 def test_missing_extras_are_named(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, 'find_spec', lambda name: None)
-    monkeypatch.setattr(module, 'CHANNELS', {})
-    monkeypatch.setattr(module, 'NORMS', {})
+    monkeypatch.setattr(module._Search, '_try_variants', lambda self: None)
     report = run(files, tmp_path / 'out')
     assert report.content['failed']['openvino-int8'].startswith('needs the package onnx and openvino (pip install')
     assert 'pip install' in str(report) and {*entries(report.folder)} >= {'eager', 'deployed', 'deployed-bfloat16'}
