@@ -42,7 +42,7 @@ def agreement_figure(content: Mapping) -> Figure:
     base = next(entry for entry in entries if entry['key'] == 'eager')
     figure = Figure(figsize=(WIDTH, max(2.8, 0.17 * len(entries) + 0.6)))
     axes, legend = figure.subplots(1, 2, width_ratios=(1.2, 1))
-    least = least_agreement(content['max_loss'] / 100)
+    least = least_agreement(content['max_loss'] / 100, content['ap'])
     # Forms that find much less stand at the lower edge: they would hide how the others differ.
     low = 1 - 2 * max(1 - least, 0.02)
     times = [[ratio * base['median_ms'] for ratio in (*entry['quartiles'], entry['ratio'])] for entry in entries]
