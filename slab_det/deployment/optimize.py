@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -365,15 +366,16 @@ class _Search:
         forms = [Form(engine.runtime, engine.precision, variant) for engine in engines]
         seconds = self._absorption_seconds(len(self.variants.images))
         if not self.variants.has(forms[0]) and time.monotonic() + seconds > self.deadline:
-            self.late.append(f'{forms[0].title} was not tried, which takes about {seconds / 60:.0f} minutes')
+            self.late.append(f'{forms[0].removed} was not tried, which takes about {math.ceil(seconds / 60)} min')
             return ()
         self.say(f'{forms[0].removed}:')
         self.measure([*engines, *forms], FIRST_ROUNDS)
         # Also dropped forms: they are slow, but show what the variant finds. A call that goes on decides the same.
         tried = self.records.state.setdefault('tried', {})
         found = [self._summarize(form) for form in forms if self.records.count(form.key) >= LEAST_ROUNDS]
-        finds = tried.setdefault(forms[0].key, any(form.loss <= self.max_loss for form in found))
-        return variant if finds else ()
+        if found:
+            tried.setdefault(forms[0].key, any(form.loss <= self.max_loss for form in found))
+        return variant if tried.get(forms[0].key) else ()
 
     def measure(self, forms: Sequence[Form], rounds: int) -> None:
         """Runs forms in turns with the original detector until each has this many rounds; drops those that lose."""
@@ -421,9 +423,12 @@ class _Search:
 
     def _load(self, forms: Sequence[Form], required: bool = False) -> None:
         """Loads forms, and measures the first call and the memory of those that are new."""
-        image = self.held_out[0]
+        image, late = self.held_out[0], []
         for form in forms:
             if form.key in self.served or form.key in self.failed:
+                continue
+            if form != BASE and not required and time.monotonic() > self.deadline:
+                late.append(form.title)
                 continue
             missing = form.find_missing(self.device)
             if missing:
@@ -449,6 +454,8 @@ class _Search:
                 continue
             self.served[form.key], self.warm[form.key] = served, {self.shapes[image]}
             self.infos.setdefault(form.key, info)
+        if late:
+            self.late.append(f'{"; ".join(late)} {"was" if len(late) == 1 else "were"} not measured to the end')
         self.records.save()
 
     def _fail(self, key: str, reason: Exception | str) -> None:

@@ -46,6 +46,8 @@ class OptimizationReport:
         others = [entry for entry in self.content['forms'] if entry['tie'] and entry is not best]
         if best is base:
             lines = ['Nothing is gained here: no form is faster than the detector as it is, in eager PyTorch.']
+            if self.content['late']:
+                lines = ['No faster form was found in the time; the same command goes on.']
         else:
             before, after = (_digits(ratio * base['median_ms']) for ratio in (1, best['ratio']))
             lines = [
