@@ -192,7 +192,7 @@ class _Search:
         self.environment = describe_environment(device)
         self.records = Records(out / WORK, self._key(detector))
         if self.records.dropped:
-            self.say(f'{out / WORK} was made for another {self.records.dropped}: everything is measured anew')
+            self.say(f'{out / WORK} was made with other {self.records.dropped}: everything is measured anew')
         state = self.records.state
         # Measured by form; forms that lose to another one; measured AP.
         self.infos: dict[str, dict] = state.setdefault('forms', {})

@@ -80,8 +80,9 @@ def _number(axes: Axes, places: Sequence[tuple[float, float]]) -> None:
 
         def crowd(offset: tuple[float, float], x: float = x, y: float = y) -> float:
             near = [(abs(x + offset[0] - u), abs(y + offset[1] - v)) for u, v in taken]
+            outside = x + offset[0] < NUMBER[0] or y + offset[1] < NUMBER[1]
             # Far numbers need a line, which may cross others.
-            return sum(du < NUMBER[0] and dv < NUMBER[1] for du, dv in near) + math.hypot(*offset) / 1000
+            return outside + sum(du < NUMBER[0] and dv < NUMBER[1] for du, dv in near) + math.hypot(*offset) / 1000
 
         dx, dy = min(_offsets(), key=crowd)
         taken.append((x + dx, y + dy))

@@ -68,8 +68,9 @@ class OptimizationReport:
     def _describe_absorption(self) -> list[str]:
         """Says what was gained by removing channels and norms, where that is not in the recommended form."""
         best, lines = self.recommended, []
+        # The norms come last: what is absorbed with channels shows what absorbing gains.
         for part, what in (('channels', 'removing channels'), ('norms', 'absorbing LayerNorms')):
-            tried = [entry for entry in self.content['forms'] if any(part in name for name in entry['variant'])]
+            tried = [entry for entry in self.content['forms'] if entry['variant'] and part in entry['variant'][-1]]
             if not tried or any(part in name for name in best['variant']):
                 continue
             faster = [entry['loss'] for entry in tried if entry['quartiles'][1] < best['quartiles'][0]]
