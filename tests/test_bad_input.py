@@ -136,7 +136,8 @@ COMMANDS = [
     ('fuse.py small.py notes.txt --out x.pth', r'notes\.txt: cannot be read as a checkpoint'),
     ('export_onnx.py small.py small.pth --out x.onnx --size 0 0', '--size 0 0: '),
     ('test_onnx.py small.py x.onnx --threads -1 --work-dir run', '--threads -1: .*from 0 to'),
-    ('absorb.py layernorm.py layernorm.pth --out x.pth --threads 0', '--threads 0: '),
+    ('optimize.py layernorm.py layernorm.pth --images data --out x --threads 0', '--threads 0: '),
+    ('optimize.py layernorm.py layernorm.pth --images data --out x --minutes 0', 'minutes=0 must be above 0'),
     pytest.param('train.py small.py --amp', r'small\.py: AmpOptimWrapper .*GPU.*leave out --amp', marks=NO_GPU),
     pytest.param(
         'train.py small.py --cfg-options optim_wrapper.type=AmpOptimWrapper',

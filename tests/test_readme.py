@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -134,6 +135,12 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_run_cf
     layernorm.dump('config.py')
     weights = randomize(MODELS.build(layernorm.model)).state_dict()
     torch.save(dict(state_dict=weights, meta=dict(dataset_meta=meta)), 'layernorm.pth')
+    Path('FOLDER').mkdir()
+    form = dict(
+        key='deployed', runtime='torch', precision='float32', variant=[], files=['../config.py', '../layernorm.pth']
+    )
+    content = dict(schema=1, recommended='deployed', device='cpu', threads=1, max_loss=0.5, forms=[form])
+    Path('FOLDER/optimize.json').write_text(json.dumps(content))
     detector = MODELS.build(prepbn.model).eval()
     slab_det.set_gamma(detector, 0)
     Path('work_dirs/quickstart').mkdir(parents=True)

@@ -47,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--int8', action='store_true', help='absorb for int8: higher AP in int8, lower AP in float32')
     parser.add_argument('--eval', action='store_true', help="also measure AP, on the config's validation images")
-    parser.add_argument('--rounds', type=int, default=30, help='rounds of latency; 0 for none (default %(default)s)')
-    parser.add_argument('--threads', type=int, metavar='N', help="CPU threads for latency (default: torch's)")
     parser.add_argument(
         '--work-dir', metavar='DIR', help='folder of intermediate results, from which the same command resumes'
     )
@@ -69,15 +67,11 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.fusion import save_fused
     from slab_det.measure.evaluate import evaluate
-    from slab_det.runtime.numbers import check_threads
     from slab_det.runtime.run_folder import check_writable
 
     # Absorption may take hours, so later steps are checked first.
     check_out(args.out, args.checkpoint, args.config)
     check_writable(args.json)
-    check_threads(args.threads)
-    if args.rounds < 0:
-        raise ConversionError(f'--rounds {args.rounds}: give a number from 0 on')
     if args.images is not None and args.pipeline == 'train':
         raise ConversionError('--pipeline train needs the annotations of the training set; drop it or --images')
     cfg = read_config(args.config, data_root=args.data_root)
@@ -107,21 +101,6 @@ def main(args: argparse.Namespace) -> None:
         teacher=dict(num_kept=len(report.norms), agreement=None if report.agreement is None else 1.0),
         student=dict(num_kept=len(report.kept), agreement=report.agreement),
     )
-    if args.rounds:
-        print('Measuring latency; --rounds 0 skips it.')
-        sample = next(iter(images))
-        latencies = slab_det.measure_latency(
-            models,
-            size=tuple(sample['inputs'][0].shape[-2:]),
-            rounds=args.rounds,
-            warmup=5,
-            device=device,
-            threads=args.threads,
-            image=sample['data_samples'][0].get('img_path'),
-            progress=True,
-        )
-        for name, latency in latencies.items():
-            rows[name]['latency'] = latency.to_dict()
     if args.eval:
         for name, model in models.items():
             rows[name]['ap'] = evaluate(model, cfg)
@@ -146,21 +125,17 @@ def _read_share(word: str | None) -> float | str | None:
 
 
 def _format_rows(rows: dict[str, dict]) -> str:
-    from slab_det.measure.latency import describe_scope, format_ratio
     from slab_det.measure.markdown import format_table
     from slab_det.measure.report_file import AP_KINDS, main_column
 
-    lines, notes = [], ''
+    lines = []
     for name, row in rows.items():
         agreement = '–' if row['agreement'] is None else f'{row["agreement"]:.3f}'
         line = {'detector': name, 'LayerNorms kept': str(row['num_kept']), 'agreement': agreement}
-        if latency := row.get('latency'):
-            line |= {'median ms': f'{latency["median_ms"]:.2f}', 'ratio (quartiles)': format_ratio(latency)}
-            notes = f'\n\n{describe_scope(latency)}, {latency["rounds"]} rounds interleaved'
         for kind, values in row.get('ap', {}).items():
             line[AP_KINDS[kind]] = f'{100 * values[main_column(kind)]:.1f}'
         lines.append(line)
-    return format_table([*lines[0]], [[*line.values()] for line in lines]) + notes
+    return format_table([*lines[0]], [[*line.values()] for line in lines])
 
 
 if __name__ == '__main__':

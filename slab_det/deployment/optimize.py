@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from torch import nn
 
 from slab_det.checkpoints import build_detector
-from slab_det.compare.agreement import as_detections
+from slab_det.compare.agreement import ASSUMED_AP, as_detections
+from slab_det.data import check_class_order, check_data, classes_of_meta
 from slab_det.deployment.forms.choice import Measured, choose, find_dropped, summarize
 from slab_det.deployment.forms.folder import FILE, is_folder
 from slab_det.deployment.forms.form import CHANNELS, NORMS, Form, list_forms
@@ -32,7 +35,7 @@ from slab_det.fusion.fuse import check_statistics
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.latency import find_device
-from slab_det.measure.report_file import main_column
+from slab_det.measure.report_file import describe_dataset, main_column
 from slab_det.recalibration import image_folder_dataloader
 from slab_det.runtime.errors import (
     ConfigError,
@@ -43,6 +46,7 @@ from slab_det.runtime.errors import (
 )
 from slab_det.runtime.numbers import check_threads
 from slab_det.runtime.progress import Progress
+from slab_det.runtime.registries import enter_scope
 from slab_det.runtime.run_folder import check_writable
 
 # Rounds after which forms are dropped, and rounds of each form that is left.
@@ -80,7 +84,7 @@ def optimize(
     """Finds the fastest form of a trained detector on this machine that still finds the same objects.
 
     Forms are the detector as it is ('eager'), deployed (:func:`slab_det.deploy`) and exported to ONNX Runtime and
-    OpenVINO, in each precision that the machine computes; in the fastest of these also with FFN channels pruned, and
+    OpenVINO, in each precision that the machine computes; in the fastest of these also with fewer hidden channels, and
     with its LayerNorms absorbed (:func:`slab_det.absorb`).
 
     Every form predicts the images in turns, one at a time, from the bytes of a file to detections. A third of the
@@ -109,7 +113,8 @@ def optimize(
 
     Raises:
         ConfigError, CheckpointError: If the detector cannot be built or loaded.
-        DataError: If the folder holds no readable image, or the detector finds nothing in the held-out images.
+        DataError: If the folder holds no readable image, the detector finds nothing in the held-out images, or its
+            measured AP is 0.
         SlabDetError: If ``out`` holds other files, or an argument is out of range.
         OSError: If a file cannot be written. The same call goes on afterwards.
     """
@@ -187,7 +192,7 @@ class _Search:
         self.environment = describe_environment(device)
         self.records = Records(out / WORK, self._key(detector))
         if self.records.dropped:
-            self.say(f'{out / WORK} was made for another {self.records.dropped}: everything is measured anew')
+            self.say(f'{out / WORK} was made with other {self.records.dropped}: everything is measured anew')
         state = self.records.state
         # Measured by form; forms that lose to another one; measured AP.
         self.infos: dict[str, dict] = state.setdefault('forms', {})
@@ -228,6 +233,15 @@ class _Search:
     def run(self, eval: bool) -> OptimizationReport:
         """Measures, chooses and writes the folder."""
         self._check_finds()
+        if eval:
+            # First: what an agreement means depends on it.
+            self._check_labels()
+            self._evaluate(BASE)
+            if not self._ap():
+                raise DataError(
+                    'the original detector has an AP of 0 on the validation images of the config, so there is nothing '
+                    'to lose: check that they hold its classes, or leave eval out'
+                )
         originals = list(list_forms(self.device))
         self.say(f'The original detector in {len(originals)} forms:')
         self.measure(originals, FIRST_ROUNDS)
@@ -244,8 +258,7 @@ class _Search:
             self.late.append(f'{len(unfinished)} forms have fewer than {rounds} rounds')
         chosen, ties = choose(self.measured(), self.max_loss)
         while eval and chosen not in self.ap:
-            self._evaluate(BASE.key)
-            self._evaluate(chosen)
+            self._evaluate(self.forms[chosen])
             chosen, ties = choose(self.measured(), self.max_loss)
         return self._write(chosen, ties)
 
@@ -259,11 +272,16 @@ class _Search:
 
     def _summarize(self, form: Form) -> Measured:
         """What was measured of a form; computed again only after a further round."""
-        ap_loss, rounds = self._ap_loss(form.key), len(self.records.rounds)
-        if self.summaries.get(form.key, (None,))[0] != (ap_loss, rounds):
-            summary = summarize(self.records, form.key, BASE.key, form.changes, ap_loss)
-            self.summaries[form.key] = ((ap_loss, rounds), summary)
+        given = self._ap(), self._ap_loss(form.key), len(self.records.rounds)
+        if self.summaries.get(form.key, (None,))[0] != given:
+            summary = summarize(self.records, form.key, BASE.key, form.changes, *given[:2])
+            self.summaries[form.key] = (given, summary)
         return self.summaries[form.key][1]
+
+    def _ap(self) -> float:
+        """The AP of the original detector, in [0, 1]; an assumption where it was not measured."""
+        kinds = self.ap.get(BASE.key, {})
+        return max((values[main_column(kind)] for kind, values in kinds.items()), default=ASSUMED_AP)
 
     def _ap_loss(self, key: str) -> float | None:
         if key not in self.ap:
@@ -327,7 +345,7 @@ class _Search:
         for name in () if best else names[:middle][::-1]:
             if best := self._try_variant(engines, (name,)):
                 break
-        if NORMS:
+        if any(isinstance(module, nn.LayerNorm) for module in self.variants.detector.modules()):
             self._try_variant(engines[:1], (*best, *NORMS))
 
     def _choose_engines(self) -> list[Form]:
@@ -348,15 +366,16 @@ class _Search:
         forms = [Form(engine.runtime, engine.precision, variant) for engine in engines]
         seconds = self._absorption_seconds(len(self.variants.images))
         if not self.variants.has(forms[0]) and time.monotonic() + seconds > self.deadline:
-            self.late.append(f'{forms[0].title} was not tried, which takes about {seconds / 60:.0f} minutes')
+            self.late.append(f'{forms[0].removed} was not tried, which takes about {math.ceil(seconds / 60)} min')
             return ()
         self.say(f'{forms[0].removed}:')
         self.measure([*engines, *forms], FIRST_ROUNDS)
         # Also dropped forms: they are slow, but show what the variant finds. A call that goes on decides the same.
         tried = self.records.state.setdefault('tried', {})
         found = [self._summarize(form) for form in forms if self.records.count(form.key) >= LEAST_ROUNDS]
-        finds = tried.setdefault(forms[0].key, any(form.loss <= self.max_loss for form in found))
-        return variant if finds else ()
+        if found:
+            tried.setdefault(forms[0].key, any(form.loss <= self.max_loss for form in found))
+        return variant if tried.get(forms[0].key) else ()
 
     def measure(self, forms: Sequence[Form], rounds: int) -> None:
         """Runs forms in turns with the original detector until each has this many rounds; drops those that lose."""
@@ -404,9 +423,12 @@ class _Search:
 
     def _load(self, forms: Sequence[Form], required: bool = False) -> None:
         """Loads forms, and measures the first call and the memory of those that are new."""
-        image = self.held_out[0]
+        image, late = self.held_out[0], []
         for form in forms:
             if form.key in self.served or form.key in self.failed:
+                continue
+            if form != BASE and not required and time.monotonic() > self.deadline:
+                late.append(form.title)
                 continue
             missing = form.find_missing(self.device)
             if missing:
@@ -432,6 +454,8 @@ class _Search:
                 continue
             self.served[form.key], self.warm[form.key] = served, {self.shapes[image]}
             self.infos.setdefault(form.key, info)
+        if late:
+            self.late.append(f'{"; ".join(late)} {"was" if len(late) == 1 else "were"} not measured to the end')
         self.records.save()
 
     def _fail(self, key: str, reason: Exception | str) -> None:
@@ -444,12 +468,28 @@ class _Search:
         self.served.pop(key, None)
         self.say(f'  {key}: {self.failed[key]}')
 
-    def _evaluate(self, key: str) -> None:
+    def _check_labels(self) -> None:
+        """Checks the validation set of the config, and drops what was measured on another one."""
+        if not (self.cfg.get('val_dataloader') and self.cfg.get('val_evaluator')):
+            raise ConfigError('eval needs a config with val_dataloader and val_evaluator; add them, or leave eval out')
+        check_data(self.cfg, ('val',))
+        classes = classes_of_meta(vars(self.variants.detector)) or ()
+        check_class_order(self.cfg, 'val', classes, 'the checkpoint')
+        enter_scope(self.cfg)
+        dataset = DATASETS.build(self.cfg.val_dataloader.dataset)
+        labels = Path(describe_dataset(dataset)['ann_file'])
+        digest = hashlib.sha256(labels.read_bytes() if labels.is_file() else str(labels).encode()).hexdigest()
+        if self.records.state.get('labels') != digest:
+            self.records.state['labels'] = digest
+            self.ap.clear()
+
+    def _evaluate(self, form: Form) -> None:
         """Measures AP of a form on the labelled images of the config."""
+        key = form.key
         if key in self.ap:
             return
-        self.say(f'AP of {key}, on the validation set of the config:')
-        self._load([self.forms[key]], required=True)
+        self.say(f'AP of {form.title}, on the validation images of the config')
+        self._load([form], required=True)
         # The tables of the evaluators, one for boxes and one for masks.
         with redirect_stdout(StringIO()):
             self.ap[key] = evaluate(self.served[key].model, self.cfg)
@@ -470,6 +510,7 @@ class _Search:
         content = dict(
             recommended=chosen,
             max_loss=self.max_loss,
+            ap=self._ap(),
             device=self.device,
             threads=self.threads,
             forms=sorted(entries, key=lambda entry: entry['ratio']),

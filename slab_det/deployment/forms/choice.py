@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from slab_det.compare.agreement import agreement, agreement_error, expected_loss
+from slab_det.compare.agreement import ASSUMED_AP, agreement, agreement_error, expected_loss
 from slab_det.deployment.forms.records import Records
 
 # Losses of AP up to this one, in points, count as none when forms are compared with each other.
@@ -58,7 +58,9 @@ class Measured:
         return asdict(self)
 
 
-def summarize(records: Records, key: str, base: str, changes: int, ap_loss: float | None = None) -> Measured:
+def summarize(
+    records: Records, key: str, base: str, changes: int, ap: float = ASSUMED_AP, ap_loss: float | None = None
+) -> Measured:
     """Summarizes the records of a form.
 
     Args:
@@ -66,6 +68,7 @@ def summarize(records: Records, key: str, base: str, changes: int, ap_loss: floa
         key: The form.
         base: The form of the original detector.
         changes: See :class:`Measured`.
+        ap: The AP of the original detector, in [0, 1].
         ap_loss: See :class:`Measured`.
 
     Raises:
@@ -75,7 +78,7 @@ def summarize(records: Records, key: str, base: str, changes: int, ap_loss: floa
     low, ratio, high = np.percentile(ratios, [25, 50, 75]).tolist()
     reference, other = records.pairs(key, base)
     value, error = (1.0, 0.0) if key == base else (agreement(reference, other), agreement_error(reference, other))
-    losses = [100 * expected_loss(min(max(value + step * error, 0), 1)) for step in (2, 0, -2)]
+    losses = [100 * expected_loss(min(max(value + step * error, 0), 1), ap) for step in (2, 0, -2)]
     return Measured(
         key=key,
         changes=changes,

@@ -21,16 +21,18 @@ ON_CPU = {
     'openvino': ('float32', 'bfloat16', 'int8'),
 }
 ON_GPU = {'eager': ('float32',), 'torch': ('float32', 'float16')}
-# Options of slab_det.absorb for each number of channels that is tried, by the name of the variant.
+# Options of slab_det.absorb for each budget of hidden channels, from many to few, by the name of the variant.
 CHANNELS = {
-    'ffn25': dict(keep='all', ffn=0.25),
-    'ffn50': dict(keep='all', ffn=0.5),
-    'ffn75': dict(keep='all', ffn=0.75),
+    'channels75': dict(keep='all', channels=0.75),
+    'channels50': dict(keep='all', channels=0.5),
+    'channels33': dict(keep='all', channels=0.33),
 }
-TITLES = {'ffn25': 'FFN channels -25 %', 'ffn50': 'FFN channels -50 %', 'ffn75': 'FFN channels -75 %'}
 # The options that also absorb the LayerNorms, and the name that they add to the variant's.
 NORMS = {'norms': dict(keep='none')}
-TITLES['norms'] = 'no LayerNorm'
+TITLES = {
+    **{name: f'{options["channels"]:.0%} of the multiply-adds' for name, options in CHANNELS.items()},
+    'norms': 'no LayerNorm',
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Form:
 
     @property
     def key(self) -> str:
-        """The name of the form in optimize.json, such as 'openvino-bfloat16-ffn50'."""
+        """The name of the form in optimize.json, such as 'openvino-bfloat16-channels50'."""
         runtime = 'deployed' if self.runtime == 'torch' else self.runtime
         return '-'.join([runtime, *([self.precision] * (self.precision != 'float32')), *self.variant])
 

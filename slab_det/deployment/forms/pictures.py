@@ -42,7 +42,7 @@ def agreement_figure(content: Mapping) -> Figure:
     base = next(entry for entry in entries if entry['key'] == 'eager')
     figure = Figure(figsize=(WIDTH, max(2.8, 0.17 * len(entries) + 0.6)))
     axes, legend = figure.subplots(1, 2, width_ratios=(1.2, 1))
-    least = least_agreement(content['max_loss'] / 100)
+    least = least_agreement(content['max_loss'] / 100, content['ap'])
     # Forms that find much less stand at the lower edge: they would hide how the others differ.
     low = 1 - 2 * max(1 - least, 0.02)
     times = [[ratio * base['median_ms'] for ratio in (*entry['quartiles'], entry['ratio'])] for entry in entries]
@@ -80,8 +80,9 @@ def _number(axes: Axes, places: Sequence[tuple[float, float]]) -> None:
 
         def crowd(offset: tuple[float, float], x: float = x, y: float = y) -> float:
             near = [(abs(x + offset[0] - u), abs(y + offset[1] - v)) for u, v in taken]
+            outside = x + offset[0] < NUMBER[0] or y + offset[1] < NUMBER[1]
             # Far numbers need a line, which may cross others.
-            return sum(du < NUMBER[0] and dv < NUMBER[1] for du, dv in near) + math.hypot(*offset) / 1000
+            return outside + sum(du < NUMBER[0] and dv < NUMBER[1] for du, dv in near) + math.hypot(*offset) / 1000
 
         dx, dy = min(_offsets(), key=crowd)
         taken.append((x + dx, y + dy))
