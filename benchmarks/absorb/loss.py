@@ -2,6 +2,8 @@
 
     python -m benchmarks.absorb.loss
 
+Students whose heads lost channels, too, are left out of the fit and listed: their boxes move a little, which agreement
+counts and AP hardly does, so that their agreement announces more than they lose.
 The model is `loss = c (AP (1 - agreement))^2`, AP being the teacher's, all from 0 to 1. Each file is also predicted
 from the others: a c that only fits the detectors it was fitted to would err there.
 """
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.results import FOLDER
+from slab_det.compare.agreement import expected_loss
 from slab_det.measure.markdown import format_table
 
 
@@ -30,11 +33,12 @@ class Students(NamedTuple):
         return (self.teacher * (1 - self.agreement)) ** 2
 
 
-def read_students(file: Path) -> Students | None:
-    """Reads the students of a file; None if it has none with an agreement and a teacher."""
+def read_students(file: Path, with_heads: bool = False) -> Students | None:
+    """Reads the students of a file, or those whose heads lost channels; None if it has none."""
     rows = json.loads(file.read_text())['rows']
     teachers = {row['seed']: row['AP'] for row in rows if row.get('name') == 'teacher'}
     students = [row for row in rows if {'AP', 'agreement'} <= row.keys() and row['seed'] in teachers]
+    students = [row for row in students if ('share' in row) == with_heads]
     if not students:
         return None
     teacher = np.array([teachers[row['seed']] for row in students])
@@ -48,10 +52,10 @@ def fit(groups: list[Students]) -> float:
     return float(scale @ loss / (scale @ scale))
 
 
-def find_students() -> dict[str, Students]:
-    """The students of every file, by its name."""
+def find_students(with_heads: bool = False) -> dict[str, Students]:
+    """See :func:`read_students`; by the name of the file."""
     files = sorted([*FOLDER.glob('absorb_*.json'), *FOLDER.glob('ffn_*.json')])
-    return {file.name: students for file in files if (students := read_students(file))}
+    return {file.name: students for file in files if (students := read_students(file, with_heads))}
 
 
 def table(groups: dict[str, Students]) -> str:
@@ -71,7 +75,17 @@ def table(groups: dict[str, Students]) -> str:
     return format_table(titles, rows)
 
 
+def heads_table(groups: dict[str, Students]) -> str:
+    """The students whose heads lost channels: what their agreement announces, and what they lost."""
+    rows = [
+        (f'`{name}`', f'{value:.3f}', f'{100 * expected_loss(value, ap):.1f}', f'{100 * loss:.1f}')
+        for name, group in groups.items()
+        for ap, value, loss in zip(*group, strict=True)
+    ]
+    return format_table(('heads pruned too', 'agreement', 'announced', 'lost AP'), rows)
+
+
 if __name__ == '__main__':
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = find_students()
-    print(f'c = {fit([*found.values()]):.2f}\n\n{table(found)}')
+    print(f'c = {fit([*found.values()]):.2f}\n\n{table(found)}\n\n{heads_table(find_students(with_heads=True))}')

@@ -53,6 +53,16 @@ def test_the_loss_that_an_agreement_means_is_fitted_to_the_stored_results():
     found = loss.find_students()
     assert loss.fit([*found.values()]) == pytest.approx(LOSS, abs=0.05)
     assert loss.table(found) in PAGE.read_text()
+    assert loss.heads_table(loss.find_students(with_heads=True)) in PAGE.read_text()
+
+
+@pytest.mark.parametrize('page', [PAGE, ROOT / 'docs/absorb.md'])
+def test_channels_and_their_ap_are_the_stored_results(page):
+    teacher, *shown = table(page.read_text(), '| multiply-adds left | agreement |')
+    stored = load('absorb_bccd_600').rows
+    assert teacher[2] == f'{100 * stored[0]["AP"]:.1f}' and stored[0]['name'] == 'teacher'
+    rows = [row for row in stored if 'share' in row]
+    assert shown == [[f'{row["share"]:.2f}', f'{row["agreement"]:.3f}', f'{100 * row["AP"]:.1f}'] for row in rows]
 
 
 def test_norms_to_choose_from_are_the_stored_results():

@@ -116,7 +116,7 @@ class OptimizationReport:
             "ms: the ratio times eager's median" + ('; * is as fast as the recommended form.' if ties else '.'),
             f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
             f'held-out images as the truth. Expected loss: in points, {_describe_ap(content["ap"], base)}; in brackets '
-            'at two standard errors of the agreement. Of 66 students, 91 % lost at most 1 AP more than expected.',
+            'at two standard errors of the agreement. Of 68 students, 91 % lost at most 1 AP more than expected.',
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
         lines += [f'Not measured: {key}: {reason}.' for key, reason in content['failed'].items()]
