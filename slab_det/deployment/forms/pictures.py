@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib
 import mmcv
@@ -29,6 +30,8 @@ MARKERS = {'float32': 'o', 'bfloat16': 's', 'float16': 's', 'int8': 'D'}
 RUNTIME_COLOURS = dict(zip(('eager', 'torch', 'openvino', 'onnxruntime'), COLOURS, strict=True))
 # Width and height of the panel and of a number in it, in points.
 PANEL, NUMBER = (270, 160), (11, 9)
+# Letters of a line of the legend.
+LABEL = 60
 
 
 @styled
@@ -61,7 +64,8 @@ def agreement_figure(content: Mapping) -> Figure:
             axes.plot(time, y, 'o', ms=12, mfc='none', color=INK, zorder=4)
         places.append((time, y))
         what = ': recommended' if is_best else ': as fast' if entry['tie'] else ': dropped' * bool(entry['dropped_for'])
-        handles.append(Line2D([], [], ls='', label=f'{number}  {entry["title"]}{what}', **look))
+        label = fill(f'{number}  {entry["title"]}{what}', LABEL, subsequent_indent='    ', break_on_hyphens=False)
+        handles.append(Line2D([], [], ls='', label=label, **look))
     _number(axes, places)
     axes.axhline(least, color='0.5', lw=1, ls='--')
     below = dict(xycoords=('axes fraction', 'data'), textcoords='offset points', ha='right', va='top', color='0.4')
