@@ -65,6 +65,17 @@ def test_channels_and_their_ap_are_the_stored_results(page):
     assert shown == [[f'{row["share"]:.2f}', f'{row["agreement"]:.3f}', f'{100 * row["AP"]:.1f}'] for row in rows]
 
 
+def test_the_optimized_detector_of_the_readme_is_the_stored_one():
+    rows = load('optimize_bccd').rows
+    (best,) = (row for row in rows if row['recommended'])
+    (base,) = (row for row in rows if row['name'] == 'eager')
+    text = (ROOT / 'README.md').read_text()
+    assert (
+        f"{best['ratio']:.2f} of PyTorch's time, box AP {100 * best['AP']:.1f} instead of {100 * base['AP']:.1f}"
+        in text
+    )
+
+
 def test_norms_to_choose_from_are_the_stored_results():
     rows = table((ROOT / 'docs/norms.md').read_text(), '| norm | BCCD')
     assert len(rows) == 6
