@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -39,6 +38,7 @@ from slab_det.fusion.fusion_report import FusionReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
+from slab_det.runtime.memory import release_memory
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 
@@ -174,7 +174,7 @@ class Absorption:
 
     def batches(self) -> Iterator[int]:
         """Yields the indices of all batches."""
-        _release_memory()
+        release_memory()
         yield from range(self.plan.images.count)
 
     def fit_block(self, block: str) -> None:
@@ -372,12 +372,6 @@ def _prune(model: nn.Module, place: HiddenChannels, kept: int, moments: CrossMom
 
 def _kept_channels(report: AbsorptionReport) -> dict[str, int]:
     return {place.place: place.kept for place in report.pruned}
-
-
-def _release_memory() -> None:
-    """Returns freed memory to the system: glibc keeps as much as is in use, in pieces that fit no later step."""
-    if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
-        trim(0)
 
 
 def _empty_moments(int8: bool = False) -> tuple[CrossMoments, CrossMoments]:

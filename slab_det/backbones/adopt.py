@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -36,34 +37,40 @@ def adopt(model: nn.Module) -> None:
 def _adopt_children(parent: nn.Module, own: dict[nn.Module, nn.Module]) -> None:
     # Not named_children(): a module may stand in several places.
     for name, child in parent._modules.items():
-        if child in own or (type(child) in _MAKERS and not why_not_adopted(child)):
-            own[child] = parent._modules[name] = own.get(child) or _make_own(child)
+        if child not in own and type(child) in _MAKERS:
+            with suppress(CannotFold):
+                own[child] = _make_own(child)
+        if child in own:
+            parent._modules[name] = own[child]
         elif child is not None:
             _adopt_children(child, own)
 
 
 def why_not_adopted(module: nn.Module) -> str:
     """Why a block, an attention or a patch merging of mmdet stays what it is; '' for every other module."""
-    if not _is_foreign(module):
-        return ''
-    if type(module) not in _MAKERS:
-        return f'{type(module).__name__} is a subclass, which may compute something else than its base class in mmdet'
-    for name, child in module.named_modules():
-        if hooks := find_hooks(child):
-            return f'{name or type(module).__name__} has {hooks}'
-    try:
-        _make_own(module)
-    except CannotFold as reason:
-        return str(reason)
+    if isinstance(module, tuple(_MAKERS)):
+        try:
+            _make_own(module)
+        except CannotFold as reason:
+            return str(reason)
     return ''
 
 
-def _is_foreign(module: nn.Module) -> bool:
-    return isinstance(module, tuple(_MAKERS))
-
-
 def _make_own(module: nn.Module) -> nn.Module:
+    """Makes slab_det's form of a module of mmdet; raises CannotFold if the module does more than mmdet's class."""
+    kind = type(module).__name__
+    if type(module) not in _MAKERS:
+        raise CannotFold(f'{kind} is a subclass, which may compute something else than its base class in mmdet')
+    for name, child in module.named_modules():
+        if hooks := find_hooks(child):
+            raise CannotFold(f'{name or kind} has {hooks}')
     return _MAKERS[type(module)](module)
+
+
+def check_two_layers(ffn: FFN) -> None:
+    """Raises CannotFold unless an FFN of mmcv is ``x + fc2(act(fc1(x)))``, without LayerScale."""
+    if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
+        raise CannotFold('its FFN does not have two layers and a residual connection, or has a LayerScale')
 
 
 def _empty(theirs: nn.Module, make: Callable[[], Module]) -> Module:
@@ -108,8 +115,7 @@ def _own_map_attention(attn: SpatialReductionAttention) -> SoftmaxMapAttention:
 
 
 def _own_ffn(ffn: FFN) -> LinearFFN:
-    if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
-        raise CannotFold('its FFN does not have two layers and a residual connection, or has a LayerScale')
+    check_two_layers(ffn)
     return _fill_ffn(_empty(ffn, lambda: LinearFFN(1, 1, dict(type='GELU'))), ffn)
 
 
@@ -131,7 +137,7 @@ def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
         part = block.get_submodule(name)
         # A part may have become slab_det's before, while the other one was still another library's.
         if type(part) not in (ShiftedWindowAttention, SoftmaxMapAttention):
-            make = {**_MAKERS, FFN: _own_ffn, MixFFN: _own_conv_ffn}.get(type(part))
+            make = _PART_MAKERS.get(type(part))
             if make is None:
                 raise CannotFold(f'its {name} is a {type(part).__name__}')
             part = make(part)
@@ -158,3 +164,4 @@ _MAKERS: dict[type[nn.Module], Callable] = {
     SpatialReductionAttention: _own_map_attention,
     MmdetPatchMerging: _own_merging,
 }
+_PART_MAKERS = {**_MAKERS, FFN: _own_ffn, MixFFN: _own_conv_ffn}

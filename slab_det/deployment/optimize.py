@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import logging
@@ -44,6 +43,7 @@ from slab_det.runtime.errors import (
     config_errors,
     describe_reason,
 )
+from slab_det.runtime.memory import memory_growth
 from slab_det.runtime.numbers import check_threads
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.registries import enter_scope
@@ -437,7 +437,7 @@ class _Search:
             try:
                 config, weights = self.variants.files(form)
                 info = dict(disk_mb=sum(path.stat().st_size for path in (config, weights)) / 1e6)
-                with _memory(self.device) as memory:
+                with memory_growth(self.device) as memory:
                     start = time.perf_counter()
                     device = None if form.is_exported else self.device
                     options = form.options(self.threads)
@@ -536,39 +536,3 @@ def _runtime_versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-class _Memory:
-    """The growth of memory in a block; ``megabytes`` is None where the system does not tell."""
-
-    megabytes: float | None = None
-
-
-@contextmanager
-def _memory(device: str) -> Iterator[_Memory]:
-    """Measures by how much memory grew at most in the block: of the GPU, or of this process on a CPU."""
-    memory = _Memory()
-    gc.collect()
-    if device == 'cuda':
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield memory
-        memory.megabytes = (torch.cuda.max_memory_allocated() - before) / 1e6
-        return
-    # glibc keeps freed memory, which the block would use again.
-    if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
-        trim(0)
-    status, clear = Path('/proc/self/status'), Path('/proc/self/clear_refs')
-    try:
-        # Linux: sets the peak to the present size.
-        clear.write_text('5')
-        before = _kilobytes(status, 'VmRSS')
-    except OSError:
-        yield memory
-        return
-    yield memory
-    memory.megabytes = (_kilobytes(status, 'VmHWM') - before) * 1024 / 1e6
-
-
-def _kilobytes(status: Path, name: str) -> int:
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(f'{name}:'))

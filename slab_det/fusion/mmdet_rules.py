@@ -14,6 +14,7 @@ from mmengine.model import Sequential
 from torch import nn
 
 from slab_det.backbones import SLABPVT, SLABSwin
+from slab_det.backbones.adopt import check_two_layers
 from slab_det.backbones.blocks import Block
 from slab_det.norms.folds import CannotFold, Channels, Fold, Write, register_folds
 
@@ -66,8 +67,7 @@ def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
 
 
 def _ffn_channels(ffn: FFN) -> list[Channels]:
-    if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
-        raise CannotFold('it does not have two layers and a residual connection, or has a LayerScale')
+    check_two_layers(ffn)
     return [Channels('', ('layers.0.0',), ('layers.1',), ('layers.0.1',))]
 
 

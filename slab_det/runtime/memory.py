@@ -1,0 +1,58 @@
+"""Returns freed memory to the system, and measures how much memory a block takes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+def release_memory() -> None:
+    """Returns freed memory to the system: glibc keeps as much as is in use, in pieces that fit no later step."""
+    if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
+        trim(0)
+
+
+@dataclass
+class MemoryGrowth:
+    """How much memory grew at most in a block; ``megabytes`` is None where the system does not tell."""
+
+    megabytes: float | None = None
+
+
+@contextmanager
+def memory_growth(device: str) -> Iterator[MemoryGrowth]:
+    """Measures by how much memory grows at most in the block, in megabytes.
+
+    Args:
+        device: 'cuda' for the memory of the GPU that PyTorch allocates, 'cpu' for the memory of this process (Linux).
+    """
+    growth = MemoryGrowth()
+    gc.collect()
+    if device == 'cuda':
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield growth
+        growth.megabytes = (torch.cuda.max_memory_allocated() - before) / 1e6
+        return
+    # The block would use freed memory again.
+    release_memory()
+    status, clear = Path('/proc/self/status'), Path('/proc/self/clear_refs')
+    try:
+        # Linux: sets the peak to the present size.
+        clear.write_text('5')
+        before = _kilobytes(status, 'VmRSS')
+    except OSError:
+        yield growth
+        return
+    yield growth
+    growth.megabytes = (_kilobytes(status, 'VmHWM') - before) * 1024 / 1e6
+
+
+def _kilobytes(status: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(f'{name}:'))
