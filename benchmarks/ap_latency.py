@@ -63,7 +63,10 @@ WAYS = (
     Way('BatchNorm', NEW, NORMS, 'TokenBN', 'LayerNorm', NO_NORMS),
     Way('PRepBN', NEW, NORMS, 'PRepBN, linear', 'LayerNorm', NO_NORMS),
     Way('PRepBN + FFN norm', NEW, NORMS, 'PRepBN, one more in each FFN', 'LayerNorm', NO_NORMS),
-    Way('absorbed, a quarter left', ABSORBED, ABSORB, 'default', 'teacher', {'cpu': 'Swin-T, absorbed, 8 of 32 kept'}),
+    Way(
+        *('absorbed, a quarter left', ABSORBED, ABSORB, 'fewest norms', 'teacher'),
+        {'cpu': 'Swin-T, absorbed, 8 of 32 kept'},
+    ),
     Way(
         *('absorbed, none left', ABSORBED, ABSORB, 'all gone', 'teacher'),
         {**NO_NORMS, 'cpu': 'Swin-T, absorbed, none kept'},

@@ -6,70 +6,28 @@
 A row, one way with one seed, is measured once and added to benchmarks/results/ffn_STUDY.json. Corrupted images need
 `pip install imagecorruptions "setuptools<80"`.
 Rows "with A" and "chosen beside A" are of an earlier form, ``A x + b + fc2(act(fc1 x))`` with a matrix A of C x C: a
-share s with A costs as much as s - 1/8 without.
+share s with A costs as much as s - 1/8 without. Rows "cut" and "channels at random" chose their channels beside A, too;
+benchmarks/absorb/grid.py compares such ways for any detector.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
-import copy
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import torch
-from mmcv.transforms import BaseTransform
-from mmdet.registry import TRANSFORMS
 from mmengine.config import Config
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.absorb.run import IN_PROCESS, METRICS
+from benchmarks.absorb.run import CORRUPTIONS, IN_PROCESS, METRICS, corrupted
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
-from slab_det.absorption import student
-from slab_det.absorption.regression import Affine, CrossMoments, choose_fit
 from slab_det.checkpoints import build_detector
 from slab_det.data import set_data_root
 from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader
 
 SHARES = (0.5, 0.625, 0.75, 0.875)
-CORRUPTIONS = ('defocus_blur', 'gaussian_noise', 'contrast', 'jpeg_compression')
-SEVERITY = 3
-
-
-@TRANSFORMS.register_module()
-class CorruptImage(BaseTransform):
-    """One of the corruptions of Hendrycks and Dietterich (ICLR 2019), of medium severity."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def transform(self, results: dict) -> dict:
-        """Corrupts the image."""
-        from imagecorruptions import corrupt
-
-        return results | dict(img=corrupt(results['img'], corruption_name=self.name, severity=SEVERITY))
-
-
-def rank_at_random(moments: CrossMoments) -> Tensor:
-    """Channels in any order."""
-    return torch.randperm(len(moments.mean_x), generator=torch.Generator().manual_seed(0))
-
-
-def cut(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> Affine:
-    """The old weights of the channels that stay, with the mean of the others."""
-    if not prior.any():
-        # No FFN: a layer that writes the stream is fitted to it as always.
-        return choose_fit(moments, held_out, prior)
-    return Affine(prior, moments.mean_y - prior @ moments.mean_x)
-
-
-CONTROLS = {
-    'cut': dict(choose_fit=cut),
-    'channels at random': dict(rank_channels=rank_at_random),
-}
 
 
 def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: Path) -> None:
@@ -82,27 +40,20 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
     teacher = build_detector(cfg, str(folder / 'fused.pth'))
     images = recalibration_dataloader(trained, args.num_images, 'test')
 
-    def prune(share: float, **patches: Callable) -> nn.Module:
-        # A work_dir would go on from students without patches.
-        work_dir = None if patches else folder / 'pruned'
-        with mock.patch.multiple(student, **patches) if patches else nullcontext():
-            return slab_det.absorb(teacher, images, ffn=share, work_dir=work_dir, progress=False)
+    def prune(share: float) -> nn.Module:
+        return slab_det.absorb(teacher, images, keep='all', ffn=share, work_dir=folder / 'pruned', progress=False)
 
     def ap(model: nn.Module, corruption: str | None = None) -> dict:
-        config = copy.deepcopy(cfg)
-        if corruption:
-            steps = config.val_dataloader.dataset.pipeline
-            steps.insert(1, dict(type='mmdet.CorruptImage', name=corruption))
+        config = corrupted(cfg, corruption, severity=3) if corruption else cfg
         return dict(AP=evaluate(model, config)[METRICS[args.study.partition('-')[0]]]['AP'])
 
-    def pruned(share: float, **patches: Callable) -> dict:
-        model = prune(share, **patches)
+    def pruned(share: float) -> dict:
+        model = prune(share)
         report = model.absorption_report
         return dict(**ap(model), agreement=report.agreement, hidden=[place.kept for place in report.pruned])
 
     ways = {'teacher': lambda: ap(teacher)}
     ways |= {f'pruned {share}': lambda share=share: pruned(share) for share in SHARES}
-    ways |= {f'{name} 0.75': lambda patches=patches: pruned(0.75, **patches) for name, patches in CONTROLS.items()}
     for corruption in CORRUPTIONS:
         ways[f'teacher, {corruption}'] = lambda corruption=corruption: ap(teacher, corruption)
         ways[f'pruned 0.75, {corruption}'] = lambda corruption=corruption: ap(prune(0.75), corruption)

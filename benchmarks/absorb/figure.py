@@ -36,7 +36,7 @@ def draw(path: Path) -> None:
     axes = figure.subplots()
     for (name, label), marker, colour in zip(CURVES.items(), MARKERS, COLOURS, strict=True):
         rows = Results(FOLDER / f'absorb_{name}.json').rows
-        points = [losses(rows, way) for way in ('all gone', 'default')]
+        points = [losses(rows, way) for way in ('all gone', 'fewest norms')]
         for kept, loss in sum(points, []):
             axes.plot(kept, loss, marker, ms=3, mec=colour, mfc='none', mew=0.7)
         line = [[mean(values) for values in zip(*found, strict=True)] for found in points] + [[NUM_NORMS, 0.0]]

@@ -2,6 +2,10 @@
 
     python -m benchmarks.absorb.run bccd --data-root data/bccd --seeds 0 1 2
     python -m benchmarks.absorb.run dsb2018 --data-root data/dsb2018 --iterations 2000
+    python -m benchmarks.absorb.run hard --data-root data/hard --iterations 1600 --ways default 'channels 0.5'
+
+The teachers of `hard` are those of benchmarks/hard/train.py. Corrupted images need
+`pip install imagecorruptions "setuptools<80"`.
 
 A row, one way with one seed, is measured once and added to benchmarks/results/absorb_DATASET.json; what is there is
 not measured again. Trainings are calls of tools/train.py in WORK_DIR, and go on where they were interrupted.
@@ -10,15 +14,23 @@ not measured again. Trainings are calls of tools/train.py in WORK_DIR, and go on
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
+import copy
+import fnmatch
 import os
 import subprocess
 import sys
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
+from mmcv.transforms import BaseTransform
+from mmdet.registry import TRANSFORMS
 from mmengine.config import Config
 from torch import nn
 
+from benchmarks.absorb.controls import with_affine_ffns, with_scales_for_norms, with_share_of_blocks
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
 from slab_det.checkpoints import build_detector
@@ -29,17 +41,49 @@ from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader
 
 CONFIGS = {
+    'hard': 'benchmarks/hard/mask_rcnn_swin.py',
     'bccd': 'benchmarks/bccd/faster_rcnn_swin_small.py',
     'dsb2018': 'benchmarks/dsb2018/mask_rcnn_swin_small.py',
 }
-METRICS = {'bccd': 'bbox', 'dsb2018': 'segm'}
+METRICS = {'bccd': 'bbox', 'dsb2018': 'segm', 'hard': 'segm'}
 FINETUNE = ROOT / 'benchmarks/finetune/schedule.py'
 TUNE = ROOT / 'configs/_base_/schedules/tune_absorbed.py'
 IN_PROCESS = dict(num_workers=0, persistent_workers=False)
 # Shares of the multiply-adds that stay, of detectors that keep their norms.
-CHANNELS = (0.7, 0.5, 0.35)
-WAYS = ('all gone', 'default', 'control', 'tuned', 'tuned without labels', 'tuned on a folder', 'for int8')
+CHANNELS = (0.7, 0.5, 0.33)
+CORRUPTIONS = ('defocus_blur', 'gaussian_noise', 'contrast', 'jpeg_compression')
+SEVERITIES = (1, 3, 5)
+# What is measured by default.
+WAYS = ('all gone', 'fewest norms', 'control', 'tuned', 'tuned without labels', 'tuned on a folder', 'for int8')
 WAYS += tuple(f'channels {share}' for share in CHANNELS)
+
+
+# This file may also be run by a script that imported it.
+@TRANSFORMS.register_module(force=True)
+class CorruptImage(BaseTransform):
+    """One of the corruptions of Hendrycks and Dietterich (ICLR 2019).
+
+    Args:
+        name: One of ``CORRUPTIONS``.
+        severity: From 1 to 5.
+    """
+
+    def __init__(self, name: str, severity: int) -> None:
+        self.name, self.severity = name, severity
+
+    def transform(self, results: dict) -> dict:
+        """Corrupts the image; the same image always gets the same noise."""
+        from imagecorruptions import corrupt
+
+        np.random.seed(results['img_id'] % 2**32)
+        return results | dict(img=corrupt(results['img'], corruption_name=self.name, severity=self.severity))
+
+
+def corrupted(cfg: Config, name: str, severity: int) -> Config:
+    """A copy of a config whose validation images are corrupted."""
+    cfg = copy.deepcopy(cfg)
+    cfg.val_dataloader.dataset.pipeline.insert(1, dict(type='mmdet.CorruptImage', name=name, severity=severity))
+    return cfg
 
 
 def train(config: str | Path, work_dir: Path, data_root: str | None, *options: str) -> Path:
@@ -59,37 +103,66 @@ def train(config: str | Path, work_dir: Path, data_root: str | None, *options: s
     return Path((work_dir / 'last_checkpoint').read_text().strip())
 
 
-def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: Path) -> None:
-    """Trains the teacher of a seed and measures every way that ``args`` ask for."""
+def find_teacher(args: argparse.Namespace, seed: int, folder: Path) -> tuple[Config, Path]:
+    """Config and checkpoint of the teacher of a seed, which is trained unless that is done."""
+    if args.dataset == 'hard':
+        folder = args.teachers / f'ln-{args.width}-{args.iterations}' / f'seed{seed}' / 'detector'
+        if not (folder / 'done').exists():
+            raise SystemExit(f'{folder} has no trained teacher: run python -m benchmarks.hard.train first')
+        cfg = Config.fromfile(folder / 'merged' / 'config.py')
+        set_data_root(cfg, args.data_root)
+        return cfg, Path((folder / 'last_checkpoint').read_text().strip())
     cfg = Config.fromfile(ROOT / CONFIGS[args.dataset])
     set_data_root(cfg, args.data_root)
-    cfg.val_dataloader.update(IN_PROCESS)
     end = args.iterations
     length = [f'train_cfg.max_iters={end}', f'train_cfg.val_interval={end}', f'param_scheduler.1.end={end}',
               f'param_scheduler.1.T_max={end - 100}', f'randomness.seed={seed}']  # fmt: skip
-    checkpoint = train(CONFIGS[args.dataset], folder / 'teacher', args.data_root, *length)
+    return cfg, train(CONFIGS[args.dataset], folder / 'teacher', args.data_root, *length)
+
+
+def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: Path) -> None:
+    """Trains the teacher of a seed and measures every way that ``args`` ask for."""
+    cfg, checkpoint = find_teacher(args, seed, folder)
+    cfg.val_dataloader.update(IN_PROCESS)
     teacher = build_detector(cfg, str(checkpoint))
     images = recalibration_dataloader(cfg, args.num_images, 'test')
-    # The student of 'all gone', which the tuned ones start from.
-    fused, fused_config = folder / 'fused.pth', folder / 'fused_config.py'
+    shared = dict(work_dir=folder / 'absorbed', progress=False)
 
-    def ap(model: nn.Module) -> dict:
-        return dict(AP=evaluate(model, cfg)[METRICS[args.dataset]]['AP'])
+    def ap(model: nn.Module, config: Config = cfg) -> dict:
+        values = evaluate(model, config)
+        kind = METRICS[args.dataset]
+        return dict(AP=values[kind]['AP'], **dict(box_AP=values['bbox']['AP']) if kind == 'segm' else {})
 
-    def absorbed(**options: object) -> dict:
-        student = slab_det.absorb(teacher, images, work_dir=folder / 'absorbed', progress=False, **options)
+    def save(student: nn.Module, name: str) -> None:
+        save_fused(student, cfg, folder / f'{name}.pth', teacher.dataset_meta)
+
+    def measured(student: nn.Module) -> dict:
         report = student.absorption_report
-        if options == dict(keep=0):
-            save_fused(student, cfg, fused, teacher.dataset_meta)
-        values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
+        values = dict(**ap(student), agreement=report.agreement)
+        if len(report.kept) < len(report.norms):
+            values |= dict(kept=[norm.norm for norm in report.kept])
         if report.multiply_adds:
             before, after = report.multiply_adds
             places = {place.place: (place.kept, place.channels) for place in report.pruned}
             values |= dict(share=round(after / before, 4), channels=places)
         return values
 
-    def tuned(name: str, *options: str, pictures: Path | None = None) -> dict:
-        config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE), pictures)
+    def absorbed(name: str = '', **options: object) -> dict:
+        student = slab_det.absorb(teacher, images, **options, **shared)
+        if name:
+            save(student, name)
+        return measured(student)
+
+    @cache
+    def student_of(way: str) -> nn.Module:
+        """The teacher, or the student of a share of channels."""
+        share = way.removeprefix('channels ')
+        return teacher if way == 'teacher' else slab_det.absorb(teacher, images, channels=float(share), **shared)
+
+    def tuned(name: str, start: str, *options: str, pictures: Path | None = None) -> dict:
+        fused_config = folder / f'{start}_config.py'
+        files = fused_config, folder / f'{start}.pth', checkpoint
+        config = write_tune_config(cfg, *files, Config.fromfile(TUNE), pictures)
         last = train(config, folder / name, None if pictures else args.data_root, *options)
         return ap(build_detector(Config.fromfile(fused_config), str(last)))
 
@@ -102,20 +175,34 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
         last = train(config, folder / 'control', args.data_root, f'randomness.seed={seed}')
         return ap(build_detector(cfg, str(last)))
 
+    no_labels = 'model.task_weight=0'
     ways = {
         'teacher': lambda: ap(teacher),
-        'all gone': lambda: absorbed(keep=0),
-        'default': absorbed,
+        'all gone': lambda: absorbed('fused', keep=0),
+        'fewest norms': lambda: absorbed(keep='auto'),
+        'channels auto': lambda: absorbed(channels='auto'),
         'control': control,
-        'tuned': lambda: tuned('tuned'),
-        'tuned without labels': lambda: tuned('tuned_without_labels', 'model.task_weight=0'),
+        'affine FFNs': lambda: ap(with_affine_ffns(teacher, images)),
+        'norms as scales': lambda: ap(with_scales_for_norms(teacher, images)),
+        'a sixth of the blocks': lambda: measured(with_share_of_blocks(teacher, images, 1 / 6)),
+        'tuned': lambda: tuned('tuned', 'fused'),
+        'tuned without labels': lambda: tuned('tuned_without_labels', 'fused', no_labels),
         # As a user has it who gives the tool --images.
-        'tuned on a folder': lambda: tuned('tuned_on_folder', pictures=Path(args.data_root, 'images/train')),
+        'tuned on a folder': lambda: tuned('tuned_on_folder', 'fused', pictures=Path(args.data_root, 'images/train')),
         'for int8': lambda: absorbed(keep=0, int8=True),
-        **{f'channels {share}': lambda share=share: absorbed(keep='all', channels=share) for share in CHANNELS},
     }
-    for way in ('teacher', *args.ways):
-        print(results.measure_once(dict(name=way, seed=seed), ways[way]), flush=True)
+    for share in CHANNELS:
+        name, way = f'channels{100 * share:.0f}', f'channels {share}'
+        ways[way] = partial(absorbed, name, channels=share)
+        ways[f'{way}, tuned without labels'] = partial(tuned, f'{name}_tuned', name, no_labels)
+    for way in ('teacher', *(f'channels {share}' for share in CHANNELS)):
+        ways[f'{way}, bfloat16'] = lambda way=way: ap(slab_det.deploy(student_of(way), dtype=torch.bfloat16))
+        for name, severity in product(CORRUPTIONS, SEVERITIES):
+            other = corrupted(cfg, name, severity)
+            ways[f'{way}, {name} {severity}'] = lambda way=way, other=other: ap(student_of(way), other)
+    for pattern in ('teacher', *args.ways):
+        for way in fnmatch.filter(ways, pattern):
+            print(results.measure_once(dict(name=way, seed=seed), ways[way]), flush=True)
 
 
 def main() -> None:
@@ -126,10 +213,17 @@ def main() -> None:
     parser.add_argument('--iterations', type=int, default=500, help='of the teachers (default %(default)s)')
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     parser.add_argument('--work-dir', default='work_dirs/absorb')
-    parser.add_argument('--ways', nargs='*', default=WAYS, choices=WAYS, help='default: all; none: the teacher alone')
+    parser.add_argument(
+        '--ways', nargs='*', default=WAYS, help="names or patterns, such as 'channels 0.5*'; none: the teacher alone"
+    )
+    parser.add_argument(
+        '--teachers', type=Path, default=Path('work_dirs/hard'), help='work dir of benchmarks.hard.train'
+    )
+    parser.add_argument('--width', type=int, default=48, help='of the teachers of hard (default %(default)s)')
     args = parser.parse_args()
     runtime.install()
     torch.set_num_threads(1)
+    args.teachers = args.teachers.resolve()
     name = args.dataset if args.iterations == 500 else f'{args.dataset}_{args.iterations}'
     results = Results(FOLDER / f'absorb_{name}.json', dataset=args.dataset, iterations=args.iterations)
     for seed in args.seeds:

@@ -7,7 +7,7 @@ from slab_det.measure.markdown import format_table
 # Way of benchmarks/absorb/run.py: label in the table.
 LABELS = {
     'teacher': 'LayerNorm, the teacher',
-    'default': '**absorbed, the default**',
+    'fewest norms': '**absorbed, `--keep auto`**',
     'all gone': 'absorbed, none kept',
     'for int8': 'absorbed for int8 (`--int8`), none kept',
     'control': 'LayerNorm, 150 more iterations',
@@ -27,7 +27,7 @@ def absorption_table(datasets: dict[str, list[dict]]) -> str:
     cells = []
     for way, label in LABELS.items():
         cells.append([label, *(_ap_cell(rows, way) for rows in datasets.values())])
-        if way == 'default':
+        if way == 'fewest norms':
             counts = [sorted(len(row['kept']) for row in rows if row['name'] == way) for rows in datasets.values()]
             ranges = [' to '.join(map(str, dict.fromkeys((found[0], found[-1])))) for found in counts]
             cells.append(['LayerNorms kept, of 24', *ranges])

@@ -1,4 +1,4 @@
-"""absorb: folds the LayerNorms of a trained detector into its linear layers, without training and without labels."""
+"""absorb: removes hidden channels and LayerNorms of a trained detector, without training and without labels."""
 
 from __future__ import annotations
 
@@ -35,10 +35,14 @@ def absorb(
     ffn: float = 0.0,
     channels: float | str | None = None,
 ) -> nn.Module:
-    """Replaces the LayerNorms of a trained model by affine maps, and folds the maps into its linear layers.
+    """Removes hidden channels and LayerNorms of a trained model that it does not need.
 
-    The student is a copy of the teacher, ``model``. Its LayerNorms are replaced from the first to the last. Each is
-    fitted by a ridge regression of the teacher's output y on the student's input x,
+    The student is a copy of the teacher, ``model``. By default it loses hidden channels and keeps all norms. Where
+    channels go, the layers that read them are fitted to the teacher's values on the student's inputs.
+
+    A LayerNorm that does not stay is replaced by an affine map and folded into the linear layers that read it. The
+    norms are replaced from the first to the last. Each is fitted by a ridge regression of the teacher's output y on the
+    student's input x,
 
         M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
 
@@ -48,7 +52,7 @@ def absorb(
     teacher's feature maps. The ridges r are chosen on every fifth batch, which is held out from all fits.
 
     The student is fused already: an absorbed norm is no longer a module. ``student.absorption_report`` gives the error
-    of each affine map, and ``student.fusion_report`` names the layers that each norm was folded into.
+    of each fit, and ``student.fusion_report`` names the layers that each norm was folded into.
 
     Args:
         model: A detector or a backbone with LayerNorm: ours or mmdet's Swin, PVT or PVTv2, or any for which
@@ -56,8 +60,8 @@ def absorb(
         images: Batches of a data loader without labels, or image tensors (B, 3, H, W) for a detector that needs
             neither text nor frames: about a hundred images like those that the detector will see. They are read once,
             ``len(images)`` batches where the length is known.
-        keep: Norms that stay LayerNorm: a whole number K, for the K least affine norms (:attr:`NormAbsorption.own`);
-            one name or several; 'none'; 'all'; or None. None keeps the fewest norms with which the
+        keep: Norms that stay LayerNorm: 'all', the default; 'none'; a whole number K, for the K least affine norms
+            (:attr:`NormAbsorption.own`); one name or several; or 'auto'. 'auto' keeps the fewest norms with which the
             :func:`~slab_det.compare.agreement.agreement` of student and teacher on the held-out images reaches
             ``LEAST_AGREEMENT``: no norm, or a bisected number of the least affine norms, at most a quarter. If no
             student reaches it, the best student is returned. If the teacher detects nothing, a quarter is kept.
@@ -66,21 +70,22 @@ def absorb(
         work_dir: A folder for finished blocks; a later call with the same arguments and images resumes from it.
         progress: Show a progress bar.
         ffn: Share of the hidden channels to remove from each FFN, 0 <= ffn < 1: the channels whose removal costs
-            least after the second layer is refitted. A multiple of 8 channels stays, at least 8. With ``keep=None``
-            the agreement is measured with the FFNs pruned.
+            least after the second layer is refitted. A multiple of 8 channels stays, at least 8. With
+            ``keep='auto'`` the agreement is measured with the FFNs pruned.
         channels: Removes hidden channels everywhere: in FFNs, in the heads of softmax attention, and in the RPN, box
             head and mask head of a Faster or Mask R-CNN or the towers of a RetinaNet. A number from 0 to 1 is the share
             of the detector's multiply-adds that stays, at the size of the first image; channels go first where they
             are estimated to cost least for each multiply-add that they save. 'auto' takes the least share, to 1/32,
-            with which a student that keeps all norms reaches ``LEAST_AGREEMENT``. None removes none.
+            with which a student that keeps all norms reaches ``LEAST_AGREEMENT``. None removes none, but is 'auto'
+            if neither ``keep`` nor ``ffn`` is given.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
 
     Raises:
         ConversionError: If no LayerNorm can be absorbed and no hidden channel removed, there are no images, ``keep`` is
-            invalid, keeps all norms, or names no norm that can be absorbed, ``channels`` is invalid or less than what
-            must stay, an attention has hooks, the model is wrapped or deployed, or values are not finite.
+            invalid, leaves nothing to absorb, or names no norm that can be absorbed, ``channels`` is invalid or less
+            than what must stay, an attention has hooks, the model is wrapped or deployed, or values are not finite.
         DataError: If ``images`` are no batches of images, or do not fit the model.
         FusionError: If the model has norms of slab_det that cannot be fused.
     """
@@ -88,7 +93,9 @@ def absorb(
         raise ConversionError(f'the model is wrapped in a {type(model).__name__}; give model.module')
     if is_deployed(model):
         raise ConversionError('the model is deployed, which hides its norms; absorb the detector before deploying it')
-    keep = _check_keep(keep)
+    if keep is None and channels is None and not ffn:
+        channels = 'auto'
+    keep = _check_keep('all' if keep is None else keep)
     if not 0 <= ffn < 1:
         raise ConversionError(f'ffn={ffn}: give a share from 0 to below 1, such as 0.75')
     channels = _check_channels(channels, ffn)
@@ -103,11 +110,11 @@ def absorb(
         plan = make_plan(model, images, Path(folder), int8, where, norms=keep != 'all')
         _check_absorbs(keep, plan, bool(where))
         compare = _compare_to(model, plan.images.held_out)
-        if compare is None and (keep is None or channels == 'auto'):
-            option = 'keep=None' if keep is None else "channels='auto'"
+        if compare is None and 'auto' in (keep, channels):
+            option = 'keep' if keep == 'auto' else 'channels'
             raise ConversionError(
-                f'{option} compares detections: give a detector (not in float64), or a number: keep=K to keep K norms, '
-                'channels=0.5 for half of the multiply-adds'
+                f"{option}='auto' compares detections: give a detector (not in float64), or a number: keep=K to keep "
+                'K norms, channels=0.5 for half of the multiply-adds'
             )
         make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
         if channels:
@@ -116,7 +123,7 @@ def absorb(
                 channels = find_least_share(survey, plan, make, compare, progress)
             counts = survey.choose(channels)
         make = partial(make, channels=counts if channels else float(ffn))
-        if keep is None:
+        if keep == 'auto':
             student = absorb_until_agreement(make, compare, progress)
         else:
             if isinstance(keep, Integral):
@@ -133,13 +140,13 @@ def absorb(
     return student
 
 
-def _check_keep(keep: object) -> int | Collection[str] | None:
+def _check_keep(keep: object) -> int | Collection[str]:
     names = (keep,) if isinstance(keep, str) else keep
     if isinstance(names, Collection) and all(isinstance(name, str) for name in names):
-        return {('none',): 0, ('all',): 'all'}.get(tuple(names), names)
-    if keep is None or (isinstance(keep, Integral) and not isinstance(keep, bool) and keep >= 0):
+        return {('none',): 0, ('all',): 'all', ('auto',): 'auto'}.get(tuple(names), names)
+    if isinstance(keep, Integral) and not isinstance(keep, bool) and keep >= 0:
         return keep
-    raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms, 'none' or 'all'")
+    raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms, 'none', 'all' or 'auto'")
 
 
 def _check_channels(channels: object, ffn: float) -> float | str | None:
@@ -154,7 +161,7 @@ def _check_channels(channels: object, ffn: float) -> float | str | None:
     raise ConversionError(f"channels={channels!r}: give the share of multiply-adds that stays, such as 0.5, or 'auto'")
 
 
-def _check_absorbs(keep: int | Collection[str] | None, plan: AbsorptionPlan, prunes: bool) -> None:
+def _check_absorbs(keep: int | Collection[str], plan: AbsorptionPlan, prunes: bool) -> None:
     """Raises ConversionError if ``keep`` leaves no LayerNorm to absorb and no hidden channel is removed."""
     found = [name for name, reason in plan.reasons.items() if not reason]
     if isinstance(keep, Integral) and keep >= len(found) > 0:
@@ -162,7 +169,7 @@ def _check_absorbs(keep: int | Collection[str] | None, plan: AbsorptionPlan, pru
             f'keep={keep}: {len(found)} LayerNorms can be absorbed, so give a number from 0 to {len(found) - 1}'
             + (", or keep='all'" if prunes else '')
         )
-    if isinstance(keep, Collection) and not prunes and {*found} <= {*keep}:
+    if not isinstance(keep, (Integral, str)) and not prunes and {*found} <= {*keep}:
         raise ConversionError(f'keep= names all {len(found)} LayerNorms that can be absorbed; name fewer')
 
 
@@ -273,6 +280,11 @@ def _warn(report: AbsorptionReport) -> None:
     warn = MMLogger.get_current_instance().warning
     if report.channels and not report.pruned:
         warn(f'no hidden channel was removed: {report.channels[0].reason}')
+    elif report.multiply_adds and not report.pruned:
+        warn(
+            f'no hidden channel was removed: no student with fewer reaches an agreement of {LEAST_AGREEMENT:g}; give a '
+            'number, such as channels=0.9'
+        )
     if report.num_images and report.agreement is None:
         warn(
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '

@@ -1,5 +1,5 @@
-"""Absorbs the LayerNorms of a trained detector into its linear layers, and removes hidden channels that it needs least,
-on unlabelled images, without training. Writes the fused checkpoint, a config that loads it, and a config that
+"""Removes hidden channels that a trained detector needs least, or its LayerNorms, which its linear layers absorb, on
+unlabelled images, without training. Writes the fused checkpoint, a config that loads it, and a config that
 fine-tunes it towards the original detector."""
 
 import argparse
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--keep',
         nargs='+',
         metavar='KEEP',
-        help='LayerNorms to keep: none; all; a number K, for the K least affine; or names (default: the fewest with '
-        'which the detections agree with the original detector, at most a quarter)',
+        help='LayerNorms to keep: all; none; a number K, for the K least affine; names; or auto, for the fewest with '
+        'which the detections agree with the original detector, at most a quarter (default: all)',
     )
     parser.add_argument(
         '--ffn',
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='SHARE',
         help="share of the detector's multiply-adds to leave, such as 0.5: hidden channels of FFNs, attention and "
         'heads go where they cost least; or auto, for the least share with which the detections agree with the '
-        'original detector (default: none goes)',
+        'original detector (default: auto, or with --keep or --ffn none goes)',
     )
     parser.add_argument('--int8', action='store_true', help='absorb for int8: higher AP in int8, lower AP in float32')
     parser.add_argument('--eval', action='store_true', help="also measure AP, on the config's validation images")

@@ -122,7 +122,7 @@ def test_a_number_keeps_the_least_affine_norms(teacher):
     assert {*layer_norms(student)} == {*worst} == {fusion.norm for fusion in student.fusion_report.select('kept')}
 
 
-def test_the_default_keeps_the_fewest_norms_that_agree(teacher, capsys, monkeypatch):
+def test_auto_keeps_the_fewest_norms_that_agree(teacher, capsys, monkeypatch):
     # Without this, a logger created by an earlier test would write to its old stream.
     monkeypatch.setattr(MMLogger, '_instance_dict', {})
     model, images = teacher(), pictures(5)
@@ -130,19 +130,19 @@ def test_the_default_keeps_the_fewest_norms_that_agree(teacher, capsys, monkeypa
         # Detections with empty masks would be dropped.
         model.roi_head.mask_head.conv_logits.bias += 10
     monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 0.0)
-    easy = absorb(model, images, progress=False)
+    easy = absorb(model, images, keep='auto', progress=False)
     (found,) = detect(model, images[4:])
     compared = f'agreement with the teacher on {len(found.scores)} detections in 1 held-out images: '
     assert len(found.scores) > 0 and compared in str(easy.absorption_report)
     assert not layer_norms(easy) and 0 <= easy.absorption_report.agreement <= 1
     monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 1.1)
-    impossible = absorb(model, images)
+    impossible = absorb(model, images, keep='auto')
     assert impossible.absorption_report.agreement >= easy.absorption_report.agreement
     output = ''.join(capsys.readouterr())
     counts = re.findall(r'(\d+) of 18 LayerNorms kept: agreement', output)
     assert counts == ['0', '4'] and 'expect AP about' in output
-    with pytest.raises(ConversionError, match='keep=None compares detections'):
-        absorb(model.backbone, images, progress=False)
+    with pytest.raises(ConversionError, match="keep='auto' compares detections"):
+        absorb(model.backbone, images, keep='auto', progress=False)
 
 
 def test_if_the_teacher_finds_nothing_a_quarter_is_kept_and_agreement_is_undefined(teacher, monkeypatch):
@@ -151,7 +151,7 @@ def test_if_the_teacher_finds_nothing_a_quarter_is_kept_and_agreement_is_undefin
     with torch.no_grad():
         # Every box is classified as background.
         model.roi_head.bbox_head.fc_cls.bias[-1] += 100
-    for keep, kept in ((None, 4), (0, 0)):
+    for keep, kept in (('auto', 4), (0, 0)):
         student = absorb(model, pictures(5), keep=keep, progress=False)
         report = student.absorption_report
         assert len(layer_norms(student)) == kept and report.agreement is None

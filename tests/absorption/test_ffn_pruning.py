@@ -114,7 +114,7 @@ def test_pruning_resumes_from_its_work_dir(teacher, tmp_path):
 def test_a_detector_without_norms_to_absorb_needs_a_share(teacher):
     model = slab_det.fuse(teacher('BN+FFNBN'))
     with pytest.raises(ConversionError, match='no LayerNorm that can be absorbed'):
-        absorb(model, pictures(5), progress=False)
+        absorb(model, pictures(5), keep='auto', progress=False)
     for options, message in (
         (dict(ffn=1.0), 'ffn=1.0: give a share from 0 to below 1'),
         (dict(keep='all'), "keep='all' leaves nothing to absorb"),

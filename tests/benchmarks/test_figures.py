@@ -24,8 +24,8 @@ def test_labels_keep_their_order_and_do_not_touch():
 
 def test_loss_of_a_seed_is_its_ap_minus_its_teachers(tmp_path):
     rows = [dict(name='teacher', seed=seed, AP=ap) for seed, ap in ((0, 0.5), (1, 0.6))]
-    rows += [dict(name='default', seed=seed, AP=ap, kept=['norm'] * 4) for seed, ap in ((1, 0.57), (0, 0.51))]
-    assert absorbed.losses(rows, 'default') == [(4, pytest.approx(-3.0)), (4, pytest.approx(1.0))]
+    rows += [dict(name='fewest norms', seed=seed, AP=ap, kept=['norm'] * 4) for seed, ap in ((1, 0.57), (0, 0.51))]
+    assert absorbed.losses(rows, 'fewest norms') == [(4, pytest.approx(-3.0)), (4, pytest.approx(1.0))]
     absorbed.draw(tmp_path / 'absorbed.svg')
     picture = (tmp_path / 'absorbed.svg').read_text()
     assert all(f'>{label}<' in picture for label in absorbed.CURVES.values())

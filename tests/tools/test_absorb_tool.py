@@ -134,10 +134,23 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     assert {*Path('work').iterdir()} > finished, 'an int8 student has its own files'
 
 
-def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Path, call) -> None:
+def test_by_default_channels_go_while_student_and_teacher_agree(detector: Path, call) -> None:
+    result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'pruned.pth', *QUICK)
+    tried = re.findall(r'^(0.\d+) of the multiply-adds left: agreement ([\d.]+)$', result.out, re.MULTILINE)
+    assert tried and f'0 LayerNorms absorbed, {NORMS} kept' in result.out
+    left = [float(share) for share, value in tried if float(value) >= LEAST_AGREEMENT]
+    if left:
+        assert f'billion left, {min(left):.0%}' in result.out
+    else:
+        assert 'no hidden channel was removed' in result.out + result.err
+    assert len(layer_norms(build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth'))) == NORMS
+
+
+def test_with_auto_norms_are_kept_until_student_and_teacher_agree(detector: Path, call) -> None:
     # The checkpoint has weights alone, so the class names come from the config.
     torch.save(torch.load(detector)['state_dict'], detector)
-    result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *QUICK)
+    options = ('--keep', 'auto', '--data-root', 'data', '--out', 'fused.pth')
+    result = call('absorb.py', 'small.py', detector, *options, *QUICK)
     tried = re.findall(rf'^(\d+) of {NORMS} LayerNorms kept: agreement ([\d.]+)$', result.out, re.MULTILINE)
     assert int(tried[0][0]) == 0
     summary = r'LayerNorms absorbed, (\d+) kept; agreement .*: ([\d.]+), AP about [\d.]+ lower if the teacher has 50$'

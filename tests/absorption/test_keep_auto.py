@@ -1,4 +1,4 @@
-"""keep=None: the numbers of LayerNorms that absorb tries, and the student that it returns."""
+"""keep='auto': the numbers of LayerNorms that absorb tries, and the student that it returns."""
 
 from types import SimpleNamespace
 

@@ -1,0 +1,78 @@
+"""Students that show what a teacher needs: without parts of what absorption does, or with less of the backbone."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from unittest import mock
+
+from torch import Tensor, nn
+
+import slab_det
+from slab_det.absorption import student
+from slab_det.absorption.budget import Survey
+from slab_det.absorption.plan import AbsorptionPlan, make_plan
+from slab_det.absorption.regression import Affine, CrossMoments
+
+
+def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
+    """Every FFN becomes its best affine map: the layers that write the stream are fitted as always, all norms stay."""
+    copy_teacher = student.copy_teacher
+
+    def copy_without_activations(plan: AbsorptionPlan) -> nn.Module:
+        model = copy_teacher(plan)
+        for module in [*model.backbone.modules()]:
+            for name, child in module.named_children():
+                if isinstance(child, nn.GELU):
+                    setattr(module, name, nn.Identity())
+        return model
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(student, 'copy_teacher', copy_without_activations),
+        mock.patch.object(student.Absorption, '_differs_from_teacher', lambda self: True),
+    ):
+        plan = make_plan(teacher.eval(), images, Path(folder), channels='ffn', norms=False)
+        return student.absorb_norms(plan, progress=False)
+
+
+def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
+    """Every norm becomes its best scale and shift per channel, and no other layer is fitted."""
+
+    def keep_prior(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> Affine:
+        return Affine(prior, moments.mean_y - prior @ moments.mean_x)
+
+    with (
+        mock.patch.object(student, 'choose_fit', keep_prior),
+        mock.patch.object(student.Absorption, '_differs_from_teacher', lambda self: False),
+    ):
+        return slab_det.absorb(teacher, images, keep=0, progress=False)
+
+
+class BlockSurvey(Survey):
+    """The places of the backbone's blocks; their multiply-adds are all that is counted."""
+
+    def __init__(self, plan: AbsorptionPlan) -> None:
+        super().__init__(plan)
+        self.places = {name: place for name, place in self.places.items() if name.startswith('backbone.')}
+        self.layers = {layer: value for layer, value in self.layers.items() if layer.startswith('backbone.')}
+        self.total = sum(cost for cost, _ in self.layers.values())
+        self.counts: Mapping[str, int] = {}
+
+    def choose(self, share: float) -> dict[str, int]:
+        """See :meth:`Survey.choose`."""
+        self.counts = super().choose(share)
+        return self.counts
+
+    def count(self, plan: AbsorptionPlan, student: nn.Module) -> float:
+        """The multiply-adds that are left in the blocks."""
+        return self.multiply_adds(self.counts)
+
+
+def with_share_of_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:
+    """Only this share of the blocks' multiply-adds is left; neck, heads and norms stay as they are."""
+    module = sys.modules['slab_det.absorption.absorb']
+    with mock.patch.object(module, 'Survey', BlockSurvey):
+        return slab_det.absorb(teacher, images, keep='all', channels=share, progress=False)
