@@ -35,6 +35,7 @@ from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
 )  # fmt: skip
+from slab_det.fusion.channels import find_channels, resize_channels
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.markdown import format_table
 from slab_det.runtime.pipeline import ImagePipeline
@@ -58,7 +59,7 @@ class Row(NamedTuple):
         layer_norm: The row of ours with LayerNorm.
         type: Type of the backbone, in place of the config's.
         kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens; None for all.
-        ffn: Share of the hidden channels that absorption removes from each FFN.
+        half: Whether half of the multiply-adds are left, without a fit: :func:`remove_half`.
     """
 
     config: str
@@ -66,7 +67,7 @@ class Row(NamedTuple):
     layer_norm: str
     type: str = ''
     kept: int | None = None
-    ffn: float = 0.0
+    half: bool = False
 
 
 SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
@@ -76,11 +77,13 @@ ROWS = {
     'Swin-T, absorbed, 8 of 32 kept': Row('mask_rcnn_swin_t', *SWIN, kept=8),
     'Swin-T, absorbed, 4 kept': Row('mask_rcnn_swin_t', *SWIN, kept=4),
     'Swin-T, absorbed, none kept': Row('mask_rcnn_swin_t', *SWIN, kept=0),
+    'Swin-T, half of the multiply-adds': Row('mask_rcnn_swin_t', *SWIN, half=True),
     'Swin-T-PRepBN': Row('mask_rcnn_prepbn_swin_t', *SWIN),
     'Swin-T-BN+FFNBN': Row('mask_rcnn_bn_ffnbn_swin_t_3x', *SWIN),
     'SLAB-Swin-T': Row('mask_rcnn_slab_swin_t', *SWIN),
     PVT[0]: Row('mask_rcnn_pvt_s', *PVT, type='PyramidVisionTransformer'),
     PVT[1]: Row('mask_rcnn_pvt_s', *PVT),
+    'PVT-S, half of the multiply-adds': Row('mask_rcnn_pvt_s', *PVT, half=True),
     'PVT-S-PRepBN': Row('mask_rcnn_prepbn_pvt_s', *PVT),
 }
 
@@ -115,15 +118,28 @@ FORMS = {
 def build(row: Row) -> nn.Module:
     """Builds the detector of a row, with its offline norms fused."""
     config = ROOT / 'configs' / f'{row.config}.py'
-    if row.kept is None and not row.ffn:
-        return build_untrained(config, {'type': row.type} if row.type else {})
-    images = [torch.randn(1, 3, 64, 64)]
-    absorb = partial(slab_det.absorb, build_untrained(config, {}), images, progress=False, ffn=row.ffn)
+    model = build_untrained(config, {'type': row.type} if row.type else {})
+    if row.half:
+        remove_half(model)
     if row.kept is None:
-        return absorb(keep='all')
+        return model
+    images = [torch.randn(1, 3, 64, 64)]
+    absorb = partial(slab_det.absorb, model, images, progress=False)
     everything = absorb(keep=0)
     names = [norm.norm for norm in everything.absorption_report.norms][: row.kept]
     return absorb(keep=names) if names else everything
+
+
+def remove_half(model: nn.Module) -> None:
+    """Leaves half of the multiply-adds of a Mask R-CNN with Swin-T or PVT-S at 800x1216.
+
+    An eighth of the channels of each FFN stays, three eighths of the RPN's, and half of those of other places.
+    """
+    places = [place for place in find_channels(model).values() if not place.reason]
+    eighths = {'ffn': 1, 'rpn_conv': 3}
+    resize_channels(
+        model, {place.name: place.count * eighths.get(place.name.rpartition('.')[2], 4) // 8 for place in places}
+    )
 
 
 def make_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -73,6 +73,5 @@ class BlockSurvey(Survey):
 
 def with_share_of_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:
     """Only this share of the blocks' multiply-adds is left; neck, heads and norms stay as they are."""
-    module = sys.modules['slab_det.absorption.absorb']
-    with mock.patch.object(module, 'Survey', BlockSurvey):
+    with mock.patch.object(import_module('slab_det.absorption.absorb'), 'Survey', BlockSurvey):
         return slab_det.absorb(teacher, images, keep='all', channels=share, progress=False)
