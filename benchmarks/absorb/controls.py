@@ -62,8 +62,8 @@ class BlockSurvey(Survey):
         self.counts: Mapping[str, int] = {}
 
     def choose(self, share: float) -> dict[str, int]:
-        """See :meth:`Survey.choose`."""
-        self.counts = super().choose(share)
+        """See :meth:`Survey.choose`; the fewest channels where these leave more."""
+        self.counts = super().choose(max(share, self.least_share() + 1e-6))
         return self.counts
 
     def count(self, plan: AbsorptionPlan, student: nn.Module) -> float:
@@ -71,7 +71,7 @@ class BlockSurvey(Survey):
         return self.multiply_adds(self.counts)
 
 
-def with_share_of_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:
-    """Only this share of the blocks' multiply-adds is left; neck, heads and norms stay as they are."""
+def with_thin_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:
+    """Only this share of the blocks' multiply-adds is left, or the least possible; neck, heads and norms stay."""
     with mock.patch.object(import_module('slab_det.absorption.absorb'), 'Survey', BlockSurvey):
         return slab_det.absorb(teacher, images, keep='all', channels=share, progress=False)

@@ -30,7 +30,7 @@ from mmdet.registry import TRANSFORMS
 from mmengine.config import Config
 from torch import nn
 
-from benchmarks.absorb.controls import with_affine_ffns, with_scales_for_norms, with_share_of_blocks
+from benchmarks.absorb.controls import with_affine_ffns, with_scales_for_norms, with_thin_blocks
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
 from slab_det.checkpoints import build_detector
@@ -184,7 +184,7 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
         'control': control,
         'affine FFNs': lambda: ap(with_affine_ffns(teacher, images)),
         'norms as scales': lambda: ap(with_scales_for_norms(teacher, images)),
-        'a sixth of the blocks': lambda: measured(with_share_of_blocks(teacher, images, 1 / 6)),
+        'thin blocks': lambda: measured(with_thin_blocks(teacher, images, 1 / 6)),
         'tuned': lambda: tuned('tuned', 'fused'),
         'tuned without labels': lambda: tuned('tuned_without_labels', 'fused', no_labels),
         # As a user has it who gives the tool --images.
