@@ -6,10 +6,12 @@ import json
 import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
+from slab_det.deployment.export.equalize import IMAGES, equalize
 from slab_det.deployment.export.runtime import METADATA_KEY, RUNTIMES, cuts_off_int8_sums, import_extra
 from slab_det.deployment.heads import FAMILIES
 from slab_det.runtime.run_folder import whole_file
@@ -43,7 +45,8 @@ def quantize_onnx(
         reduce_range = any(cuts_off_int8_sums(runtime) for runtime in RUNTIMES if find_spec(runtime))
 
     class Reader(quantization.CalibrationDataReader):
-        inputs = ({'image': image} for image in images)
+        def __init__(self, images: Iterable[np.ndarray]) -> None:
+            self.inputs = ({'image': image} for image in images)
 
         def get_next(self) -> dict[str, np.ndarray] | None:
             return next(self.inputs, None)
@@ -51,7 +54,8 @@ def quantize_onnx(
     with whole_file(target) as name, tempfile.TemporaryDirectory() as folder:
         prepared = Path(folder) / 'prepared.onnx'
         _fold_constants(source, prepared)
-        graph = onnx.load(prepared).graph
+        model = onnx.load(prepared)
+        graph = model.graph
         weights = {tensor.name for tensor in graph.initializer}
         nodes = [
             node.name
@@ -60,10 +64,15 @@ def quantize_onnx(
             and weights.intersection(node.input[:2])
             and not any(part in node.name for part in FLOAT_LAYERS)
         ]
+        images = iter(images)
+        first = [*islice(images, IMAGES)]
+        equalize(model, nodes, first)
+        onnx.save(model, prepared)
+        reader = Reader(chain(first, images))
         quantization.quantize_static(
             prepared,
             name,
-            Reader(),
+            reader,
             quant_format=quantization.QuantFormat.QDQ,
             per_channel=True,
             reduce_range=reduce_range,
