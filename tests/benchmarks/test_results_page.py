@@ -147,17 +147,19 @@ def test_tables_of_absorption_are_the_stored_results(absorbed):
     assert [kept, lost, all_lost] == [table(full, '| | BCCD, Faster')[row] for row in (2, 3, 5)]
     reached = [row['agreement'] for rows in absorbed.values() for row in rows if row['name'] == 'fewest norms']
     photographs = [row['agreement'] for row in load('absorb_animals_1000').rows if row['name'] == 'fewest norms']
-    said = (
-        f'reached in {sum(value >= 0.95 for value in reached)} of the {len(reached)} runs of the table; on photographs'
-    )
-    assert f'{said} agreement was {min(photographs):.2f} to {max(photographs):.2f}' in ' '.join(page.split())
+    said = f'reached in {sum(value >= 0.95 for value in reached)} of the {len(reached)} runs of the table; '
+    said += f'on photographs agreement was {min(photographs):.2f} to {max(photographs):.2f}'
+    assert said in ' '.join(page.split())
+    few, none = ([cell.partition(' ')[0] for cell in cells[1:4]] for cells in (lost, all_lost))
+    changes = f'{few[0]} and {few[1]}, all removed {none[0]} and {none[1]}; DSB2018 trained longer {few[2]}, {none[2]}'
+    assert changes in (ROOT / 'README.md').read_text()
     for way, (label, *shown) in {'teacher': teacher, 'fewest norms': default, 'all gone': none_kept}.items():
         assert shown == [spread(by_seed(rows, way).values()) for rows in absorbed.values()], label
 
 
-def points(rows: list[dict], name: str, form: str = '{:.1f}') -> list[str]:
+def points(rows: list[dict], name: str) -> list[str]:
     """AP of each seed of a row, from 0 to 100."""
-    return [form.format(100 * ap) for ap in by_seed(rows, name).values()]
+    return [f'{100 * ap:.1f}' for ap in by_seed(rows, name).values()]
 
 
 def test_pruned_ffns_are_the_stored_results():
@@ -206,6 +208,13 @@ def test_times_of_pruned_ffns_are_the_stored_results():
     others = [kind for kind in {(row['name'], row['form']) for row in rows} if kind != slow]
     assert f'{span(0.75, *others)} with `--ffn 0.75`, {span(0.5, *others)} with `--ffn 0.5`' in page
     assert f'PVT-S deployed in bfloat16: {span(0.75, slow)} and {span(0.5, slow)}' in page
+    readme = (ROOT / 'README.md').read_text()
+    assert f"{span(0.75, *others, slow)} of the backbone's CPU time" in readme
+    changes = []
+    for file in ('ffn_bccd-norms-600', 'ffn_dsb2018-norms'):
+        pruned, teacher = (by_seed(load(file).rows, name) for name in ('pruned 0.75', 'teacher'))
+        changes += [f'{100 * (ap - teacher[seed]):+.1f}' for seed, ap in pruned.items()]
+    assert '{} and {} (BCCD, two seeds), {} (DSB2018, one)'.format(*changes) in readme
 
 
 def test_converted_detectors_are_the_stored_results():
