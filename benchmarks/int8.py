@@ -40,12 +40,13 @@ def call(*command: object) -> None:
 def table(rows: list[dict]) -> str:
     """AP of each detector, from 0 to 100, box AP before mask AP."""
     lines: dict[str, list[str]] = {}
+    forms = [*dict.fromkeys(row['form'] for row in rows)]
     for row in rows:
-        if row['form'] in FORMS:
-            ap = {label: f'{100 * row[kind]:.1f}' for kind, label in (('bbox', 'box'), ('segm', 'mask')) if kind in row}
-            title = f'{row["name"]}: {", ".join(ap)} AP'
-            lines.setdefault(title, [title]).append(', '.join(ap.values()))
-    return format_table(('', *FORMS), lines.values())
+        ap = {label: f'{100 * row[kind]:.1f}' for kind, label in (('bbox', 'box'), ('segm', 'mask')) if kind in row}
+        title = f'{row["name"]}: {", ".join(ap)} AP'
+        cells = lines.setdefault(title, [title, *['–'] * len(forms)])
+        cells[1 + forms.index(row['form'])] = ', '.join(ap.values())
+    return format_table(('', *forms), lines.values())
 
 
 def main() -> None:

@@ -271,7 +271,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--sizes', nargs='+', default=['800x1216', '480x640'], metavar='HxW')
+    parser.add_argument('--sizes', nargs='+', default=['800x1216'], metavar='HxW')
     parser.add_argument('--scopes', nargs='+', choices=('backbone', 'detector'), default=['backbone', 'detector'])
     parser.add_argument('--forms', nargs='+', choices=list(FORMS), default=list(FORMS))
     parser.add_argument('--rows', nargs='+', choices=list(ROWS), default=list(ROWS), metavar='ROW')

@@ -1,7 +1,8 @@
 """Serves a detector over HTTP: the bytes of an image file in, its objects as JSON out.
 
     pip install -e ".[serve]"
-    python examples/serve.py fused_config.py fused.pth --port 8000
+    python examples/serve.py FOLDER --port 8000  # that slab-det optimize wrote
+    python examples/serve.py fused_config.py fused.pth  # or the parts of a detector
     curl --data-binary @photo.jpg 'http://localhost:8000/detect?min_score=0.3'
     curl http://localhost:8000/healthz
 
@@ -25,12 +26,15 @@ from pycocotools.mask import encode
 
 import slab_det
 from slab_det.deployment import ServedDetector
+from slab_det.deployment.forms.folder import find_stored
 from slab_det.runtime.errors import DataError
 
 MEGABYTE = 2**20
 
 
-def create_app(config: str | Path, weights: str | Path, max_bytes: int = 20 * MEGABYTE, **options: object) -> FastAPI:
+def create_app(
+    config: str | Path, weights: str | Path | None = None, max_bytes: int = 20 * MEGABYTE, **options: object
+) -> FastAPI:
     """Makes the application. It loads the detector when the server starts, in the process that serves.
 
     Args:
@@ -108,10 +112,15 @@ def describe(detector: ServedDetector, content: bytes, min_score: float = 0.0) -
     return dict(height=height, width=width, detections=detections)
 
 
+def has_own_threads(args: argparse.Namespace) -> bool:
+    """Whether the runtime has threads of its own beside PyTorch's."""
+    return args.runtime != 'torch' if args.weights else find_stored(args.config).form.is_exported
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', help='config of the detector, such as fused_config.py')
-    parser.add_argument('weights', help='checkpoint such as fused.pth, or with --runtime an exported file')
+    parser.add_argument('config', help='folder of slab-det optimize; or a config, such as fused_config.py')
+    parser.add_argument('weights', nargs='?', help='of a config: a checkpoint, or with --runtime an exported file')
     parser.add_argument('--runtime', choices=('torch', 'onnxruntime', 'openvino'), default='torch')
     parser.add_argument('--device', help="'cpu' or 'cuda:N', with 'torch' (default: a GPU if there is one)")
     parser.add_argument('--masks', choices=('full', 'rle'), default='full', help='rle: one mask in memory at a time')
@@ -125,10 +134,10 @@ def main() -> None:
     options = dict(runtime=args.runtime, masks=args.masks, device=args.device)
     if args.dtype:
         options['dtype'] = getattr(torch, args.dtype)
-    if args.threads and args.runtime == 'torch':
-        torch.set_num_threads(args.threads)
-    elif args.threads:
+    if args.threads and has_own_threads(args):
         options['threads'] = args.threads
+    elif args.threads:
+        torch.set_num_threads(args.threads)
     app = create_app(args.config, args.weights, int(args.max_megabytes * MEGABYTE), **options)
     uvicorn.run(app, host=args.host, port=args.port)
 

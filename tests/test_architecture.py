@@ -1,4 +1,4 @@
-"""Packages import as docs/architecture.md says, and the examples of docs/extend.md run."""
+"""Packages import as docs/extend.md says, and its examples run."""
 
 from __future__ import annotations
 

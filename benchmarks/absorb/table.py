@@ -2,6 +2,7 @@
 
 from statistics import mean
 
+from benchmarks.norms.table import by_seed, spread, t_interval
 from slab_det.measure.markdown import format_table
 
 # Way of benchmarks/absorb/run.py: label in the table.
@@ -16,6 +17,7 @@ LABELS = {
     'tuned': 'none kept, 150 iterations on the training set',
 }
 SEEDS = (0, 1, 2)
+MINUS = 'minus its teacher, 95 % t-interval'
 
 
 def absorption_table(datasets: dict[str, list[dict]]) -> str:
@@ -31,6 +33,8 @@ def absorption_table(datasets: dict[str, list[dict]]) -> str:
             counts = [sorted(len(row['kept']) for row in rows if row['name'] == way) for rows in datasets.values()]
             ranges = [' to '.join(map(str, dict.fromkeys((found[0], found[-1])))) for found in counts]
             cells.append(['LayerNorms kept, of 24', *ranges])
+        if way in ('fewest norms', 'all gone'):
+            cells.append([MINUS, *(_difference(rows, way) for rows in datasets.values())])
     return format_table(['', *datasets], cells)
 
 
@@ -45,3 +49,11 @@ def _ap_cell(rows: list[dict], way: str) -> str:
     # A mean over fewer seeds would stand beside means of other teachers.
     average = f'{100 * mean(ap.values()):.1f}: ' if len(ap) == len(SEEDS) else ''
     return average + ', '.join(shown)
+
+
+def _difference(rows: list[dict], way: str) -> str:
+    ap, teachers = by_seed(rows, way), by_seed(rows, 'teacher')
+    differences = [value - teachers[seed] for seed, value in ap.items()]
+    if not differences:
+        return '–'
+    return f'{spread(differences, "{:+.1f}").partition(" ")[0]} {t_interval(differences)}'

@@ -127,8 +127,9 @@ def test_table_of_absorbed_detectors_compares_seed_by_seed():
         for seed, value in enumerate(values)
     ]
     rows = table(absorption_table({'BCCD': stored}), '| | BCCD |')
-    first = ['60.0: 50.0, 60.0, 70.0', '59.7: +1.0, -2.0, +0.0', '0 to 2']
-    assert [row[1] for row in rows] == [*first, *['–'] * 5, '-10.0, +0.0, –']
+    # Differences of +1, -2 and 0: mean -1/3, standard deviation 1.53, times 4.303 / sqrt(3).
+    first = ['60.0: 50.0, 60.0, 70.0', '59.7: +1.0, -2.0, +0.0', '0 to 2', '-0.3 [-4.1, +3.5]']
+    assert [row[1] for row in rows] == [*first, *['–'] * 6, '-10.0, +0.0, –']
 
 
 @pytest.fixture(scope='module')
@@ -141,10 +142,126 @@ def test_tables_of_absorption_are_the_stored_results(absorbed):
     full = absorption_table(absorbed)
     assert full in PAGE.read_text(), f'{PAGE} needs this table:\n{full}'
     assert size_table(load('absorb_size')) in PAGE.read_text()
-    teacher, default, kept, none_kept = table((ROOT / 'docs/absorb.md').read_text(), '| | BCCD, Faster')
-    assert kept == table(full, '| | BCCD, Faster')[2]
+    page = (ROOT / 'docs/absorb.md').read_text()
+    teacher, default, kept, lost, none_kept, all_lost = table(page, '| | BCCD, Faster')
+    assert [kept, lost, all_lost] == [table(full, '| | BCCD, Faster')[row] for row in (2, 3, 5)]
+    reached = [row['agreement'] for rows in absorbed.values() for row in rows if row['name'] == 'fewest norms']
+    photographs = [row['agreement'] for row in load('absorb_animals_1000').rows if row['name'] == 'fewest norms']
+    said = f'reached in {sum(value >= 0.95 for value in reached)} of the {len(reached)} runs of the table; '
+    said += f'on photographs agreement was {min(photographs):.2f} to {max(photographs):.2f}'
+    assert said in ' '.join(page.split())
+    few, none = ([cell.partition(' ')[0] for cell in cells[1:4]] for cells in (lost, all_lost))
+    changes = f'{few[0]} and {few[1]}, all removed {none[0]} and {none[1]}; DSB2018 trained longer {few[2]}, {none[2]}'
+    assert changes in (ROOT / 'README.md').read_text()
     for way, (label, *shown) in {'teacher': teacher, 'fewest norms': default, 'all gone': none_kept}.items():
         assert shown == [spread(by_seed(rows, way).values()) for rows in absorbed.values()], label
+
+
+def points(rows: list[dict], name: str) -> list[str]:
+    """AP of each seed of a row, from 0 to 100."""
+    return [f'{100 * ap:.1f}' for ap in by_seed(rows, name).values()]
+
+
+def test_pruned_ffns_are_the_stored_results():
+    page = ' '.join((ROOT / 'docs/absorb.md').read_text().split())
+    bccd, dsb2018 = load('ffn_bccd-norms-600').rows, load('ffn_dsb2018-norms').rows
+    rows = {cells[0]: cells[2:] for cells in table((ROOT / 'docs/absorb.md').read_text(), '| `--ffn` |')}
+    names = {
+        '0, the teacher': 'teacher',
+        '0.5': 'pruned 0.5',
+        '0.75': 'pruned 0.75',
+        '0.875': 'pruned 0.875',
+        'control: 0.75, nothing fitted': 'cut 0.75, channels chosen beside A',
+        'control: one matrix for each FFN': 'with A 1.0',
+    }
+    assert rows.keys() == names.keys()
+    for title, cells in rows.items():
+        seeds = {seed: ap for seed, ap in by_seed(bccd, names[title]).items() if seed in (1, 2)}
+        shown = [', '.join(f'{100 * ap:.1f}' for ap in seeds.values()), *points(dsb2018, names[title])]
+        assert cells == [*shown, '–'][:2], title
+    # Chosen channels and random ones, beside the linear map.
+    for name, text in (('with A 0.75', 'chosen ones'), ('with A, channels at random 0.75', 'random channels')):
+        pairs = [row for row in bccd if row['name'] == name and row['seed'] in (0, 1)]
+        ap = ' and '.join(f'{100 * row["AP"]:.1f}' for row in pairs)
+        agreements = ' and '.join(f'{row["agreement"]:.3f}' for row in pairs)
+        assert f'{text} {ap} (agreement {agreements})' in page, name
+    differences = {}
+    for kind in ('defocus_blur', 'gaussian_noise', 'jpeg_compression', 'contrast'):
+        before, after = (by_seed(bccd, f'{name}, {kind}') for name in ('teacher', 'pruned 0.75'))
+        differences[kind] = [100 * (after[seed] - before[seed]) for seed in before]
+    dark = differences.pop('contrast')
+    lowest, *others = sorted(sum(differences.values(), []))
+    assert f'by {others[0]:+.1f} to {others[-1]:+.1f} in five of six cases' in page and len(others) == 5
+    assert f'by {lowest:+.1f} in one with noise' in page
+    teachers = ' and '.join(points(bccd, 'teacher, contrast'))
+    assert f'where the teachers have {teachers} themselves, by {dark[0]:+.1f} and {dark[1]:+.1f}' in page
+
+
+def test_times_of_pruned_ffns_are_the_stored_results():
+    page, rows = ' '.join((ROOT / 'docs/absorb.md').read_text().split()), load('ffn_latency').rows
+
+    def span(share: float, *kinds: tuple[str, str]) -> str:
+        found = [row['ratio'] for row in rows if row['share'] == share and (row['name'], row['form']) in kinds]
+        return f'{min(found):.2f} to {max(found):.2f}'
+
+    slow = ('pvt_s', 'deployed bfloat16')
+    others = [kind for kind in {(row['name'], row['form']) for row in rows} if kind != slow]
+    assert f'{span(0.75, *others)} with `--ffn 0.75`, {span(0.5, *others)} with `--ffn 0.5`' in page
+    assert f'PVT-S deployed in bfloat16: {span(0.75, slow)} and {span(0.5, slow)}' in page
+    readme = (ROOT / 'README.md').read_text()
+    assert f"{span(0.75, *others, slow)} of the backbone's CPU time" in readme
+    changes = []
+    for file in ('ffn_bccd-norms-600', 'ffn_dsb2018-norms'):
+        pruned, teacher = (by_seed(load(file).rows, name) for name in ('pruned 0.75', 'teacher'))
+        changes += [f'{100 * (ap - teacher[seed]):+.1f}' for seed, ap in pruned.items()]
+    assert '{} and {} (BCCD, two seeds), {} (DSB2018, one)'.format(*changes) in readme
+
+
+def test_converted_detectors_are_the_stored_results():
+    names = {
+        'PRepBN, 150 more': 'PRepBN, default start, 150 more',
+        'PRepBN from statistics of LayerNorm, 150 more': 'PRepBN, calibrated start, 150 more',
+        'TokenBN in its place, 150 more': 'TokenBN in its place, 150 more',
+        'LayerNorm, 500 iterations': 'LayerNorm, 500 iterations',
+    }
+    stored = [load(f'finetune_{name}').rows for name in ('bccd', 'dsb2018')]
+    for way, *cells in table(PAGE.read_text(), '| way | BCCD'):
+        expected = []
+        for rows in stored:
+            ap, control = by_seed(rows, names.get(way, 'LayerNorm, 150 more')), by_seed(rows, 'LayerNorm, 150 more')
+            difference = spread([ap[seed] - control[seed] for seed in ap], '{:+.1f}')
+            expected += [spread(ap.values()), difference if way in names else '']
+        assert cells == expected, way
+    page = ' '.join((ROOT / 'docs/absorb.md').read_text().split())
+    lost = {}
+    for way in ('default', 'calibrated'):
+        pairs = [
+            (by_seed(rows, f'PRepBN, {way} start, 150 more'), by_seed(rows, 'LayerNorm, 150 more')) for rows in stored
+        ]
+        lost[way] = [f'{100 * statistics.mean(control[seed] - ap[seed] for seed in ap):.1f}' for ap, control in pairs]
+    assert 'after 150 iterations {} (BCCD) and {} (DSB2018) below LayerNorm'.format(*lost['default']) in page
+    assert 'Another start, which is not offered, lost {} and {}'.format(*lost['calibrated']) in page
+
+
+def test_ap_in_bfloat16_is_the_stored_result():
+    rows = load('absorb_bccd').rows
+    for name, key, text in (('teacher', 'teacher_AP', 'LayerNorm'), ('all gone', 'AP', 'every norm absorbed')):
+        low, high = by_seed(rows, 'bfloat16', key), by_seed(rows, name)
+        shown = ', '.join(f'{100 * (low[seed] - high[seed]) + 0.0:+.1f}' for seed in high)
+        assert f'{text} {shown}' in ' '.join(PAGE.read_text().split()), shown
+        assert f'{text} {shown}' in ' '.join((ROOT / 'docs/deploy.md').read_text().split()) or name != 'teacher'
+
+
+def test_the_deployed_detectors_of_mmdet_are_the_stored_results():
+    page = ' '.join((ROOT / 'docs/latency.md').read_text().split())
+    rows = {(row['name'], row['form']): row for row in load('runtimes_mmdet_deployed').rows}
+    swin, pvt, swin_low, pvt_low = (
+        rows[f'{name}, mmdet', form] for form in ('deployed', 'deployed, bfloat16') for name in ('Swin-T', 'PVT-S')
+    )
+    ratios = [f'{row["to_mmdet"]:.2f}' for row in (swin, pvt, swin_low, pvt_low)]
+    said = 'to {} (Swin-T) and {} (PVT-S) of its CPU time, in bfloat16 to {} and {}'.format(*ratios)
+    times = [f'{value:,.0f}' for value in (min(pvt_low['times_ms']), max(pvt_low['times_ms']))]
+    assert said in page and f'five rounds, the last from {times[0]} to {times[1]} ms' in page
 
 
 def by_column(text: str) -> dict[str, dict[str, str]]:

@@ -23,9 +23,10 @@ from slab_det.compare.agreement import as_detections
 from slab_det.data import SyntheticShapes, generate
 from slab_det.deployment import ServedDetector
 from slab_det.deployment import optimize as module
+from slab_det.deployment.forms import budget, choice, turns
 from slab_det.deployment.forms import form as forms
 from slab_det.deployment.forms.folder import FILE
-from slab_det.deployment.forms.records import ROUNDS
+from slab_det.deployment.forms.records import ROUNDS, STATE
 from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, SlabDetError
 
 FORK = multiprocessing.get_context('fork')
@@ -39,10 +40,12 @@ ORIGINALS = {
 @pytest.fixture(scope='module', autouse=True)
 def _few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(
-            FIRST_ROUNDS=2, LEAST_ROUNDS=2, ROUNDS=3, PAUSE_SECONDS=0, FEWEST=5, MOST=5, ENGINES=1
-        ).items():
+        for name, value in dict(FIRST_ROUNDS=2, LEAST_ROUNDS=2, ROUNDS=3, FEWEST=5, MOST=5, ENGINES=1).items():
             patch.setattr(module, name, value)
+        patch.setattr(turns, 'LEAST_ROUNDS', 2)
+        patch.setattr(turns, 'PAUSE_SECONDS', 0)
+        patch.setattr(choice, 'SURE_ROUNDS', 2)
+        patch.setattr(choice, 'QUARTILE_ROUNDS', 2)
         patch.setattr(module, 'CHANNELS', dict(channels75=forms.CHANNELS['channels75']))
         yield
 
@@ -171,7 +174,7 @@ def test_a_call_that_was_interrupted_goes_on(files: Path, tmp_path: Path, monkey
     assert after.startswith(before) and entries(out).keys() >= {'eager', 'deployed'}
     assert (out / 'work' / 'original.pth').stat().st_mtime_ns == made
     # A finished one has nothing left to do, unless it is about something else.
-    monkeypatch.setattr(module, 'load_detector', None)
+    monkeypatch.setattr(turns, 'load_detector', None)
     run(files, out, max_loss=0.4)
     assert (out / 'work' / ROUNDS).read_text() == after
 
@@ -179,16 +182,45 @@ def test_a_call_that_was_interrupted_goes_on(files: Path, tmp_path: Path, monkey
 def test_a_late_call_says_so_and_goes_on(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, 'ON_CPU', dict(eager=('float32',), torch=('float32',)))
     monkeypatch.setattr(module, 'NORMS', {})
-    report = run(files, tmp_path / 'out', minutes=1e-6)
-    assert {*entries(report.folder)} == {'eager'} and report.content['recommended'] == 'eager'
+    out = tmp_path / 'out'
+    report = run(files, out, minutes=1e-6)
+    assert {*entries(out)} == {'eager'} and report.content['recommended'] == 'eager'
     assert 'No faster form was found in the time' in str(report)
-    late = 'deployed, float32 was not measured to the end. The same command goes on'
-    assert late in (report.folder / 'README.md').read_text()
-    # Time for the forms of the original detector alone.
-    monkeypatch.setattr(module, 'ABSORPTION_COST', 1e9)
-    report = run(files, tmp_path / 'out')
-    assert '75% of the multiply-adds was not tried, which takes about' in str(report)
-    assert {*entries(report.folder)} == {'eager', 'deployed'}
+    late = (
+        'Out of time: deployed, float32 was not measured, which takes about 1 min: give at least --minutes 2. The same '
+        'command goes on'
+    )
+    assert late in (out / 'README.md').read_text()
+    # Time for the forms of the original detector alone: a step is left out that has no time, and not begun.
+    monkeypatch.setattr(budget, 'COSTS', budget.COSTS | dict(absorb=(1e4, 0)))
+    report = run(files, out)
+    assert ', 75% of the multiply-adds was not measured, which takes about 8' in str(report)
+    assert {*entries(out)} == {'eager', 'deployed'} and not [*(out / 'work').glob('*_blocks')]
+    # What took long once takes long again; variants wait for all forms of the original detector.
+    monkeypatch.setattr(budget.TimeBudget, 'fits', lambda self, seconds: False)
+    monkeypatch.setattr(forms, 'ON_CPU', dict(eager=('float32',), torch=('float32', 'bfloat16')))
+    state = json.loads((out / 'work' / STATE).read_text())
+    assert 0 < state['seconds']['load'] < 60
+    (out / 'work' / STATE).write_text(json.dumps(state | dict(seconds=dict(load=1e3, absorb=0.1), engines=[])))
+    report = run(files, out)
+    assert 'deployed, bfloat16 was not measured, which takes about 17 min. The same' in str(report)
+    assert 'removing channels and norms was not tried' in str(report)
+    assert {*entries(out)} == {'eager', 'deployed'}
+
+
+def test_the_time_for_labels_is_not_part_of_the_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(budget.time, 'monotonic', lambda: now)
+    time = budget.TimeBudget(60, {})
+    assert time.fits(60) and not time.fits(61)
+    with time.pause():
+        now += 1000
+    assert time.fits(60) and not time.fits(61)
+    time.prediction = 2.0
+    assert time.estimate('absorb') == 24
+    with time.step('absorb', parts=5):
+        now += 50
+    assert time.estimate('absorb') == 10 and time.fits(10) and not time.fits(11)
 
 
 def serve(folder: Path, image: Path, queue: multiprocessing.Queue) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from slab_det.deployment import ImageListError, ServedDetector
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.deployment.export.runtime import import_extra
 from slab_det.deployment.export.settings import detector_settings, follow_config
+from slab_det.deployment.forms.folder import FILE, SCHEMA
 from slab_det.fusion import FusionError, save_fused
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 
@@ -263,6 +265,26 @@ def test_server_answers_with_the_objects_of_load_detector(files, served, server,
             assert (decoded == expected.masks.numpy()).all()
             few = client.post('/detect', params=dict(min_score=found[1]['score']), content=content).json()
             assert few['detections'] == found[:2]
+
+
+@pytest.mark.parametrize('runtime', ['torch', 'onnxruntime'])
+def test_server_takes_a_folder_of_optimize(files, served, server, tmp_path, runtime):
+    from fastapi.testclient import TestClient
+
+    weights = files[1] if runtime == 'torch' else files[2]
+    for file in (files[0], weights):
+        shutil.copy(file, tmp_path)
+    form = dict(key='chosen', runtime=runtime, precision='float32', variant=[], files=[files[0].name, weights.name])
+    content = dict(schema=SCHEMA, recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5)
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with TestClient(server(tmp_path, '--threads', 1)) as client:
+        answer = client.post('/detect', content=cv2.imencode('.png', IMAGES[0])[1].tobytes()).json()
+    expected = served(runtime)(IMAGES[0]).pred_instances
+    assert [entry['box'] for entry in answer['detections']] == expected.bboxes.tolist()
+    with pytest.raises(ConfigError, match='lacks weights'), TestClient(server(files[0])):
+        pass
+    with pytest.raises(DeploymentError, match='leave dtype= out'), TestClient(server(tmp_path, '--dtype', 'bfloat16')):
+        pass
 
 
 def test_server_refuses_what_is_no_small_image_and_goes_on(files, server):

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slab_det.compare.agreement import Detections
-from slab_det.deployment.forms.choice import FEW_DETECTIONS
+from slab_det.deployment.forms.choice import FEW_DETECTIONS, QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.deployment.forms.folder import FILE, SCHEMA, is_folder, read_folder
 from slab_det.measure.markdown import format_table
 from slab_det.measure.report_file import AP_KINDS, main_column
 from slab_det.runtime.run_folder import whole_file
 
+SHORT = (
+    f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '
+    f"other form's fastest; with fewer than {SURE_ROUNDS}, never."
+)
 README, FIGURE, GRID, CONFIG = 'README.md', 'agreement_ms.svg', 'objects.png', 'config.py'
 
 
@@ -44,6 +48,8 @@ class OptimizationReport:
         """Says which form is recommended, and what it gains and loses, in a few sentences."""
         best, base = self.recommended, self.entry('eager')
         others = [entry for entry in self.content['forms'] if entry['tie'] and entry is not best]
+        unsure = [entry for entry in others if min(entry['rounds'], best['rounds']) < SURE_ROUNDS]
+        others = [entry for entry in others if entry not in unsure]
         if best is base:
             lines = ['Nothing is gained here: no form is faster than the detector as it is, in eager PyTorch.']
             if self.content['late']:
@@ -55,9 +61,13 @@ class OptimizationReport:
                 f'for an image instead of {before} ms.',
                 _describe_loss(best),
             ]
-        if others:
-            names = others[0]['title'] if len(others) == 1 else f'{len(others)} forms, marked * in the table'
-            lines.append(f'About as fast, and with more changes or more loss: {names}.')
+        for ties, what in (
+            (others, 'About as fast, and with more changes or more loss'),
+            (unsure, 'After too few rounds to be called faster or slower'),
+        ):
+            if ties:
+                names = ties[0]['title'] if len(ties) == 1 else f'{len(ties)} forms, marked * in the table'
+                lines.append(f'{what}: {names}.')
         lines += self._describe_absorption()
         if best is not base and best['detections'] < FEW_DETECTIONS:
             lines.append(
@@ -73,7 +83,10 @@ class OptimizationReport:
             tried = [entry for entry in self.content['forms'] if entry['variant'] and part in entry['variant'][-1]]
             if not tried or any(part in name for name in best['variant']):
                 continue
-            faster = [entry['loss'] for entry in tried if entry['quartiles'][1] < best['quartiles'][0]]
+            chosen = Measured.from_dict(best)
+            faster = [entry['loss'] for entry in tried if is_faster(Measured.from_dict(entry), chosen)]
+            if not faster and min(best['rounds'], *(entry['rounds'] for entry in tried)) < SURE_ROUNDS:
+                continue
             if faster:
                 lines.append(f'{what[0].upper()}{what[1:]} would make it faster, and lose {min(faster):.1f} AP.')
             else:
@@ -91,7 +104,9 @@ class OptimizationReport:
             is_base = entry['key'] == 'eager'
             title = f'**{entry["title"]}**' if entry['key'] == self.content['recommended'] else entry['title']
             title += ' *' if entry['tie'] and entry['key'] != self.content['recommended'] else ''
-            title += f' (dropped after {entry["rounds"]} rounds)' if entry['dropped_for'] else ''
+            few = f'{entry["rounds"]} rounds' if entry['rounds'] < SURE_ROUNDS else ''
+            few = f'dropped after {entry["rounds"]} rounds' if entry['dropped_for'] else few
+            title += f' ({few})' if few else ''
             low, high = entry['loss_range']
             loss = '–' if is_base else f'{entry["expected_loss"]:.2f} ({low:.2f} to {high:.2f})'
             row = [title, _digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
@@ -107,6 +122,7 @@ class OptimizationReport:
         content, environment, base = self.content, self.content['environment'], self.entry('eager')
         images, versions = content['images'], environment['versions']
         ties = any(entry['tie'] and entry['key'] != content['recommended'] for entry in content['forms'])
+        is_short = any(entry['rounds'] < QUARTILE_ROUNDS and not entry['dropped_for'] for entry in content['forms'])
         threads = f'{content["threads"]} thread{"s" if content["threads"] != 1 else ""}'
         lines = [
             f'Measured on {environment["device"]}, {threads}, PyTorch {versions["torch"]}, batch 1, from the bytes of '
@@ -117,6 +133,7 @@ class OptimizationReport:
             f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
             f'held-out images as the truth. Expected loss: in points, {_describe_ap(content["ap"], base)}; in brackets '
             'at two standard errors of the agreement. Of 68 students, 91 % lost at most 1 AP more than expected.',
+            *[SHORT] * is_short,
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
         lines += [f'Not measured: {key}: {reason}.' for key, reason in content['failed'].items()]

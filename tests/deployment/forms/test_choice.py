@@ -17,15 +17,17 @@ def form(
     spread: float = 0.01,
     ap_loss: float | None = None,
     sure=True,
+    rounds: int = 30,
 ) -> Measured:
-    """A form whose ratio has quartiles at ``spread``."""
+    """A form whose ratio has quartiles at ``spread``, and extremes at four times that."""
     return Measured(
         key=key,
         changes=changes,
-        rounds=30,
+        rounds=rounds,
         median_ms=100 * ratio,
         ratio=ratio,
         quartiles=(ratio - spread, ratio + spread),
+        extremes=(ratio - 4 * spread, ratio + 4 * spread),
         agreement=1.0,
         images=40,
         detections=400,
@@ -64,6 +66,24 @@ def test_the_chosen_form(forms, chosen, ties):
     found = choose(measured(*forms), MAX_LOSS)
     assert found[0] == chosen
     assert sorted(found[1]) == sorted(ties)
+
+
+@pytest.mark.parametrize(
+    'rounds, ratio, chosen',
+    # Quartiles of few rounds lie apart by chance: the ranges count, and with fewer than five rounds nothing does.
+    [
+        (4, 0.3, 'eager'),
+        (5, 0.91, 'fast'),
+        (9, 0.91, 'fast'),
+        (5, 0.93, 'eager'),
+        (9, 0.93, 'eager'),
+        (10, 0.93, 'fast'),
+    ],
+)
+def test_a_form_with_few_rounds_is_called_faster_later(rounds, ratio, chosen):
+    forms = measured(form('fast', ratio, 1, rounds=rounds))
+    assert choose(forms, MAX_LOSS) == (chosen, ['fast'] if chosen == 'fast' else ['eager', 'fast'])
+    assert ('eager' in find_dropped({**forms, 'slow': form('slow', 1.0, 1)}, 'fast')) == (rounds >= 5)
 
 
 def test_a_loss_of_zero_leaves_the_original_detector():

@@ -11,17 +11,21 @@ from slab_det.deployment.forms.pictures import agreement_figure
 from slab_det.deployment.forms.report import OptimizationReport
 
 
-def entry(form: Form, ratio: float, loss: float = 0.0, tie: bool = False, ap: float | None = None) -> dict:
+def entry(
+    form: Form, ratio: float, loss: float = 0.0, tie: bool = False, ap: float | None = None, rounds: int = 30
+) -> dict:
     return dict(
         key=form.key,
         title=form.title,
         runtime=form.runtime,
         precision=form.precision,
         variant=[*form.variant],
-        rounds=30,
+        rounds=rounds,
+        changes=form.changes,
         median_ms=200 * ratio,
         ratio=ratio,
         quartiles=[ratio - 0.01, ratio + 0.01],
+        extremes=[ratio - 0.02, ratio + 0.02],
         agreement=1 - loss / 10,
         images=40,
         detections=300,
@@ -77,6 +81,22 @@ def test_a_gain_of_nothing_is_said() -> None:
     assert late.verdict().startswith('No faster form was found in the time')
     failed = report(EAGER, entry(EAGER, 1.0), failed=dict(openvino='needs the package openvino'))
     assert 'Not measured: openvino: needs the package openvino.' in str(failed)
+
+
+def test_few_rounds_are_named() -> None:
+    late = ['2 forms have fewer than 30 rounds']
+    few = [
+        entry(EAGER, 1.0, tie=True, rounds=4),
+        entry(BFLOAT16, 0.3, tie=True, rounds=3),
+        entry(PRUNED, 0.2, rounds=3),
+    ]
+    found = report(EAGER, *few, late=late)
+    assert found.verdict() == (
+        'No faster form was found in the time; the same command goes on. After too few rounds to be called faster or '
+        'slower: OpenVINO, bfloat16.'
+    )
+    assert 'OpenVINO, bfloat16 * (3 rounds) |' in found.table()
+    assert 'with fewer than 5, never' in str(found) and 'with fewer than 5' not in str(report(EAGER, entry(EAGER, 1.0)))
 
 
 def test_few_detections_are_named() -> None:
