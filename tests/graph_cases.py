@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import SMALL_SWIN
+from conftest import SMALL_PVT, SMALL_SWIN
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -25,6 +25,11 @@ CONFIGS = {
     'RTMDet': 'rtmdet/rtmdet_tiny_8xb32-300e_coco',
     'RTMDet-Ins': 'rtmdet/rtmdet-ins_tiny_8xb32-300e_coco',
 }
+# Detectors with queries, which a graph holds and a file does not.
+QUERIES = {
+    'Deformable DETR': 'deformable_detr/deformable-detr_r50_16xb2-50e_coco',
+    'DINO': 'dino/dino-4scale_r50_8xb2-12e_coco',
+}
 # The last layers of heads, whose weights spread the scores.
 SCORES = 'cls.weight', 'fc_cls.weight', 'centerness.weight', 'rtm_obj.weight'
 
@@ -34,7 +39,7 @@ def build(kind, rng, varied=False):
 
     With ``varied``, its settings are random too.
     """
-    cfg = Config.fromstring(f"_base_ = ['mmdet::{CONFIGS[kind]}.py']", '.py').model
+    cfg = Config.fromstring(f"_base_ = ['mmdet::{(CONFIGS | QUERIES)[kind]}.py']", '.py').model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
@@ -50,7 +55,11 @@ def build(kind, rng, varied=False):
         cfg.data_preprocessor.pad_size_divisor = 32
     if kind in ('ATSS', 'FCOS'):
         cfg.bbox_head.norm_cfg = dict(type='GN', num_groups=4)
-    if varied:
+    if kind in QUERIES:
+        cfg.num_queries, cfg.bbox_head.embed_dims = 30, 32
+    if varied and kind in QUERIES:
+        vary_queries(cfg, rng)
+    elif varied:
         vary(cfg, rng)
     model = MODELS.build(cfg)
     # The eval() of mmdet's Swin returns None.
@@ -101,6 +110,26 @@ def vary(cfg, rng):
                 head.pop(name, None)
         else:
             head.exp_on_reg = rng.random() < 0.5
+
+
+def vary_queries(cfg, rng):
+    """Changes the settings of a detector with queries at random; the backbone may be a PVT, of other maps."""
+    if rng.random() < 0.4:
+        cfg.backbone, cfg.neck.in_channels = SMALL_PVT, [8, 16]
+    elif rng.random() < 0.5:
+        cfg.backbone.out_indices, cfg.neck.in_channels = (1, 2, 3), [16, 32, 64]
+    cfg.data_preprocessor.pad_size_divisor = rng.choice((1, 32, 50))
+    cfg.num_queries, cfg.bbox_head.num_classes = rng.choice((10, 40)), rng.choice((10, 80))
+    cfg.test_cfg.max_per_img = rng.choice((3, 100))
+    cfg.encoder.num_layers, cfg.decoder.num_layers = rng.choice((1, 2)), rng.choice((1, 2, 3))
+    if cfg.type == 'DeformableDETR':
+        cfg.with_box_refine, cfg.as_two_stage = rng.random() < 0.7, rng.random() < 0.5
+        if cfg.as_two_stage:
+            # mmdet encodes proposals for this width alone.
+            for part in (cfg.encoder.layer_cfg, cfg.decoder.layer_cfg):
+                for name in ('self_attn_cfg', 'cross_attn_cfg', 'ffn_cfg'):
+                    part.get(name, {})['embed_dims'] = 256
+            cfg.neck.out_channels, cfg.positional_encoding.num_feats, cfg.bbox_head.embed_dims = 256, 128, 256
 
 
 def noise(size, ori_shape, count=1):

@@ -14,6 +14,7 @@ from slab_det.deployment.cpu.patch_conv import patch_conv
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.tiled_blocks import tile_blocks
 from slab_det.deployment.cpu.winograd import winograd_conv
+from slab_det.deployment.deformable import deployed_deformable
 from slab_det.deployment.gpu.ffn_kernels import triton_ffn
 from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
@@ -112,6 +113,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
             # Tokens are (B, L, C): a channels-last map is a view of them.
             module.channels_last = True
     replace_layers(backbone, deployed_merging)
+    replace_layers(model, deployed_deformable)
     if on_cpu:
         tile_blocks(backbone)
         replace_layers(model, deployed_linear)

@@ -13,10 +13,12 @@ from zoo import ZOO, shrunk, zoo_cfg
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.deployment.deformable import deployed_deformable
 from slab_det.deployment.export import ExportError, build_graph
 from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.static import StaticDetector
 from slab_det.deployment.heads import Unsupported
+from slab_det.deployment.replacements import replace_layers
 from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -91,8 +93,10 @@ def table_row(name, model, deployed):
     """
     if not deployed:
         return f'| {name} | not deployed | | |'
+    static = copy.deepcopy(model)
+    replace_layers(static, deployed_deformable)
     try:
-        StaticDetector(model, FixedOperators())
+        StaticDetector(static, FixedOperators())
         graph = 'the whole detector'
     except Unsupported:
         graph = 'backbone and neck' if model.with_neck else 'backbone'

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_cases import CONFIGS, EagerOperators, build, eager, graphed, is_answered_by_graph, noise, unmatched
+from graph_cases import CONFIGS, QUERIES, EagerOperators, build, eager, graphed, is_answered_by_graph, noise, unmatched
 from mmdet.models.detectors import TwoStageDetector
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from mmengine.logging import MMLogger
@@ -90,7 +90,7 @@ def assert_same(found, expected):
         assert all(torch.equal(found[key], expected[key]) for key in ('bboxes', 'scores', 'labels', 'masks'))
 
 
-@pytest.mark.parametrize('kind', CONFIGS)
+@pytest.mark.parametrize('kind', [*CONFIGS, *QUERIES])
 def test_a_graph_finds_what_the_detector_finds(kind, captured_shapes):
     """Alternates two sizes, so that each graph is replayed."""
     model, answered = deployed(kind), 0
