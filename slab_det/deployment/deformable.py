@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention, multi_scale_deformable_attn_pytorch
+from mmdet.models.layers import MSDeformAttnPixelDecoder
+from mmdet.models.task_modules.prior_generators import MlvlPointGenerator
 from torch import Tensor, nn
 
 from slab_det.deployment.box_operators import numbers
+from slab_det.deployment.constants import constant
 from slab_det.deployment.gpu import deformable_kernels, kernels
+from slab_det.deployment.replacements import replace_layers
 from slab_det.norms.base import at_least_float32
 
 # The height and width of each map.
@@ -72,9 +80,63 @@ def sample_maps(values: Tensor, sizes: Sizes, references: Tensor, offsets: Tenso
     return found.to(values.dtype)
 
 
-def deployed_deformable(layer: nn.Module) -> DeformableAttention | None:
-    """Turns mmcv's attention into a DeformableAttention, in place; None for every other layer."""
-    if type(layer) is not MultiScaleDeformableAttention or not layer.batch_first:
-        return None
-    layer.__class__ = DeformableAttention
-    return layer
+class SizedPixelDecoder(MSDeformAttnPixelDecoder):
+    """mmdet's pixel decoder of Mask2Former (Cheng et al., CVPR 2022), whose attention gets sizes as numbers."""
+
+    def forward(self, feats: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        # From low to high resolution.
+        levels = tuple(range(self.num_input_levels))[: -self.num_encoder_levels - 1 : -1]
+        maps = [conv(feats[level]) for conv, level in zip(self.input_convs, levels, strict=True)]
+        sizes = tuple(tuple(x.shape[2:]) for x in maps)
+        paddings = [x.new_zeros(len(x), *x.shape[2:], dtype=torch.bool) for x in maps]
+        positions = [self.postional_encoding(padding) for padding in paddings]
+        positions = [
+            level.view(1, -1, 1, 1) + x for level, x in zip(self.level_encoding.weight, positions, strict=True)
+        ]
+        references = centers(self.point_generator, levels, sizes, maps[0].device)
+        memory = self.encoder(
+            query=torch.cat([x.flatten(2).transpose(1, 2) for x in maps], 1),
+            query_pos=torch.cat([x.flatten(2).transpose(1, 2) for x in positions], 1),
+            key_padding_mask=torch.cat([x.flatten(1) for x in paddings], 1),
+            spatial_shapes=sizes,
+            reference_points=references[None, :, None].expand(len(maps[0]), -1, len(maps), -1),
+            level_start_index=None,
+            valid_ratios=None,
+        )
+        memory = memory.transpose(1, 2).split([height * width for height, width in sizes], 2)
+        outs = [x.unflatten(2, size) for x, size in zip(memory, sizes, strict=True)]
+        for level in range(self.num_input_levels - self.num_encoder_levels)[::-1]:
+            lateral = self.lateral_convs[level](feats[level])
+            coarse = F.interpolate(outs[-1], size=lateral.shape[2:], mode='bilinear', align_corners=False)
+            outs.append(self.output_convs[level](lateral + coarse))
+        return self.mask_feature(outs[-1]), outs[: self.num_outs]
+
+
+@constant(16)
+def centers(generator: MlvlPointGenerator, levels: tuple[int, ...], sizes: Sizes, device: torch.device) -> Tensor:
+    """Returns the centers of all pixels of maps, in parts of their map, (K, 2)."""
+    found = []
+    for level, (height, width) in zip(levels, sizes, strict=True):
+        points = generator.single_level_grid_priors((height, width), level, device=device)
+        stride_x, stride_y = generator.strides[level]
+        found.append(points / points.new_tensor([width * stride_x, height * stride_y]))
+    return torch.cat(found)
+
+
+def deployed_deformable(layer: nn.Module) -> nn.Module | None:
+    """Turns an attention or a pixel decoder of mmdet into the class of this file, in place; None for other layers."""
+    if type(layer) is MultiScaleDeformableAttention and layer.batch_first:
+        layer.__class__ = DeformableAttention
+        return layer
+    if type(layer) is MSDeformAttnPixelDecoder:
+        replace_layers(layer, deployed_deformable)
+        if samples_here(layer):
+            layer.__class__ = SizedPixelDecoder
+            return layer
+    return None
+
+
+def samples_here(module: nn.Module) -> bool:
+    """Whether all deformable attention in a module is :class:`DeformableAttention`."""
+    kinds = {type(layer) for layer in module.modules() if isinstance(layer, MultiScaleDeformableAttention)}
+    return kinds <= {DeformableAttention}

@@ -7,6 +7,8 @@ from slab_det.deployment.heads.base import BoxFamily, Family, Frame, Objects, Un
 from slab_det.deployment.heads.cascade import Cascade
 from slab_det.deployment.heads.deformable_detr import DeformableTransformer
 from slab_det.deployment.heads.fcos import FCOS
+from slab_det.deployment.heads.mask2former import Mask2Former
+from slab_det.deployment.heads.maskformer import MaskFormer
 from slab_det.deployment.heads.retinanet import RetinaNet
 from slab_det.deployment.heads.rtmdet import RTMDet
 from slab_det.deployment.heads.rtmdet_ins import RTMDetIns
@@ -14,7 +16,7 @@ from slab_det.deployment.heads.two_stage import TwoStage
 
 # An ONNX file holds these, a CUDA graph holds all.
 EXPORTED: tuple[type[BoxFamily], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCOS, RTMDet, RTMDetIns)
-FAMILIES: tuple[type[Family], ...] = (*EXPORTED, DeformableTransformer)
+FAMILIES: tuple[type[Family], ...] = (*EXPORTED, DeformableTransformer, MaskFormer, Mask2Former)
 
 __all__ = ['EXPORTED', 'FAMILIES', 'BoxFamily', 'Family', 'Frame', 'Objects', 'Unsupported', 'find_family', 'require']
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.dense_heads import DeformableDETRHead, DINOHead
 from mmdet.models.detectors import DINO, DeformableDETR
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
 from torch import Tensor, nn
 
 from slab_det.deployment.box_operators import BoxOperators, clip
-from slab_det.deployment.constants import constant
-from slab_det.deployment.deformable import DeformableAttention
+from slab_det.deployment.deformable import samples_here
 from slab_det.deployment.heads.base import BoxFamily, Frame, Objects, check_part, find_part, nearest_base, require
+from slab_det.deployment.heads.padding import find_padding
 
 # The methods by which a detector and its head predict: a subclass may override any other method.
 TRANSFORMER = 'forward_transformer', 'pre_transformer', 'forward_encoder', 'pre_decoder', 'forward_decoder'
@@ -37,8 +35,7 @@ class DeformableTransformer(BoxFamily):
         check_part(detector, 'detector', nearest_base(detector, (DeformableDETR, DINO)), TRANSFORMER)
         head = find_part(detector, 'bbox_head', nearest_base(detector.bbox_head, self.heads), PREDICTION)
         require('a bbox_head with sigmoid scores', head.loss_cls.use_sigmoid)
-        sampling = [module for module in detector.modules() if isinstance(module, MultiScaleDeformableAttention)]
-        require("mmcv's own MultiScaleDeformableAttention", {*map(type, sampling)} == {DeformableAttention})
+        require("mmcv's own MultiScaleDeformableAttention", samples_here(detector))
 
     @property
     def test_cfgs(self) -> tuple[dict]:
@@ -50,7 +47,7 @@ class DeformableTransformer(BoxFamily):
 
     def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         detector = self.detector
-        sizes, paddings = [tuple(x.shape[2:]) for x in features], [self._find_padding(x, frame) for x in features]
+        sizes, paddings = [tuple(x.shape[2:]) for x in features], [find_padding(x, frame) for x in features]
         queries = torch.cat([x.flatten(2).transpose(1, 2) for x in features], 1)
         positions = [detector.positional_encoding(padding).flatten(2).transpose(1, 2) for padding in paddings]
         positions = torch.cat([x + level for x, level in zip(positions, detector.level_embed, strict=True)], 1)
@@ -62,13 +59,6 @@ class DeformableTransformer(BoxFamily):
         logits, boxes = detector.bbox_head(**detector.forward_decoder(**chosen, memory_mask=padding, **maps))
         return self._find_objects(logits[-1, 0], boxes[-1, 0], frame)
 
-    def _find_padding(self, feature: Tensor, frame: Frame) -> Tensor:
-        """Whether each pixel of a map is padding, (1, h, w)."""
-        rows, columns = (
-            nearest_pixels(*sides, feature.device) for sides in zip(feature.shape[2:], frame.padded, strict=True)
-        )
-        return ((rows >= frame.limits[1])[:, None] | (columns >= frame.limits[0]))[None]
-
     def _find_objects(self, logits: Tensor, boxes: Tensor, frame: Frame) -> Objects:
         """Chooses the best scores of all queries, from logits (Q, classes) and boxes (x, y, w, h), (Q, 4)."""
         classes = self.detector.bbox_head.num_classes
@@ -78,9 +68,3 @@ class DeformableTransformer(BoxFamily):
         if frame.scale is not None:
             corners = corners / frame.scale
         return Objects(corners, scores, label, self.operators.is_number(scores))
-
-
-@constant(256)
-def nearest_pixels(side: int, padded: int, device: torch.device) -> Tensor:
-    """Returns the pixel of an image, along one axis, that each pixel of a map has by nearest interpolation, (side,)."""
-    return F.interpolate(torch.arange(padded, dtype=torch.float32, device=device)[None, None], side)[0, 0]
