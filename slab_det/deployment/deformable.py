@@ -96,7 +96,8 @@ class SizedPixelDecoder(MSDeformAttnPixelDecoder):
         references = centers(self.point_generator, levels, sizes, maps[0].device)
         memory = self.encoder(
             query=torch.cat([x.flatten(2).transpose(1, 2) for x in maps], 1),
-            query_pos=torch.cat([x.flatten(2).transpose(1, 2) for x in positions], 1),
+            # In half precision the encodings are float32.
+            query_pos=torch.cat([x.flatten(2).transpose(1, 2) for x in positions], 1).to(self.level_encoding.weight),
             key_padding_mask=torch.cat([x.flatten(1) for x in paddings], 1),
             spatial_shapes=sizes,
             reference_points=references[None, :, None].expand(len(maps[0]), -1, len(maps), -1),

@@ -48,8 +48,8 @@ def deploy(
     Args:
         model: A detector or backbone of slab_det or mmdet, in eval mode, on the device where it will run. Its offline
             norms must be fused.
-        dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers, of detectors with queries for those of backbone
-            and neck; boxes stay float32. None, or ``torch.float32``, keeps the dtype of the model.
+        dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers, of detectors with queries for those of
+            backbone, neck and encoder; boxes stay float32. None, or ``torch.float32``, keeps the dtype of the model.
         inplace: Change ``model`` itself instead of a copy: it gets new submodules. References to its former
             submodules and parameters, as optimizers hold them, still refer to the original ones.
         masks: 'full', or 'rle': ``pred_instances.masks`` is a list of COCO RLE; see :func:`slab_det.load_detector`.
