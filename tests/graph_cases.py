@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import SMALL_SWIN
+from conftest import SMALL_PVT, SMALL_SWIN
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -25,6 +25,15 @@ CONFIGS = {
     'RTMDet': 'rtmdet/rtmdet_tiny_8xb32-300e_coco',
     'RTMDet-Ins': 'rtmdet/rtmdet-ins_tiny_8xb32-300e_coco',
 }
+# Detectors with queries, which a graph holds and a file does not.
+QUERIES = {
+    'Deformable DETR': 'deformable_detr/deformable-detr_r50_16xb2-50e_coco',
+    'DINO': 'dino/dino-4scale_r50_8xb2-12e_coco',
+}
+SEGMENTERS = {
+    'MaskFormer': 'maskformer/maskformer_swin-l-p4-w12_64xb1-ms-300e_coco',
+    'Mask2Former': 'mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic',
+}
 # The last layers of heads, whose weights spread the scores.
 SCORES = 'cls.weight', 'fc_cls.weight', 'centerness.weight', 'rtm_obj.weight'
 
@@ -34,11 +43,12 @@ def build(kind, rng, varied=False):
 
     With ``varied``, its settings are random too.
     """
-    cfg = Config.fromstring(f"_base_ = ['mmdet::{CONFIGS[kind]}.py']", '.py').model
+    cfg = Config.fromstring(f"_base_ = ['mmdet::{(CONFIGS | QUERIES | SEGMENTERS)[kind]}.py']", '.py').model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
-    cfg.neck.in_channels = [8, 16, 32, 64]
+    if 'neck' in cfg:
+        cfg.neck.in_channels = [8, 16, 32, 64]
     if 'stacked_convs' in cfg.get('bbox_head', {}):
         cfg.bbox_head.stacked_convs = 1
     if 'RTMDet' in kind:
@@ -50,7 +60,17 @@ def build(kind, rng, varied=False):
         cfg.data_preprocessor.pad_size_divisor = 32
     if kind in ('ATSS', 'FCOS'):
         cfg.bbox_head.norm_cfg = dict(type='GN', num_groups=4)
-    if varied:
+    if kind in QUERIES:
+        cfg.num_queries, cfg.bbox_head.embed_dims = 30, 32
+    if kind in SEGMENTERS:
+        cfg.panoptic_head.update(in_channels=[8, 16, 32, 64], num_queries=20)
+        # Random weights are sure of nothing.
+        cfg.test_cfg.update(instance_on=True, object_mask_thr=0.02, iou_thr=0.05)
+    if varied and kind in QUERIES:
+        vary_queries(cfg, rng)
+    elif varied and kind in SEGMENTERS:
+        vary_masks(cfg, rng)
+    elif varied:
         vary(cfg, rng)
     model = MODELS.build(cfg)
     # The eval() of mmdet's Swin returns None.
@@ -101,6 +121,47 @@ def vary(cfg, rng):
                 head.pop(name, None)
         else:
             head.exp_on_reg = rng.random() < 0.5
+
+
+def vary_queries(cfg, rng):
+    """Changes the settings of a detector with queries at random; the backbone may be a PVT, of other maps."""
+    if rng.random() < 0.4:
+        cfg.backbone, cfg.neck.in_channels = SMALL_PVT, [8, 16]
+    elif rng.random() < 0.5:
+        cfg.backbone.out_indices, cfg.neck.in_channels = (1, 2, 3), [16, 32, 64]
+    cfg.data_preprocessor.pad_size_divisor = rng.choice((1, 32, 50))
+    cfg.num_queries, cfg.bbox_head.num_classes = rng.choice((10, 40)), rng.choice((10, 80))
+    cfg.test_cfg.max_per_img = rng.choice((3, 100))
+    cfg.encoder.num_layers, cfg.decoder.num_layers = rng.choice((1, 2)), rng.choice((1, 2, 3))
+    if cfg.type == 'DeformableDETR':
+        cfg.with_box_refine, cfg.as_two_stage = rng.random() < 0.7, rng.random() < 0.5
+        if cfg.as_two_stage:
+            # mmdet encodes proposals for this width alone.
+            for part in (cfg.encoder.layer_cfg, cfg.decoder.layer_cfg):
+                for name in ('self_attn_cfg', 'cross_attn_cfg', 'ffn_cfg'):
+                    part.get(name, {})['embed_dims'] = 256
+            cfg.neck.out_channels, cfg.positional_encoding.num_feats, cfg.bbox_head.embed_dims = 256, 128, 256
+
+
+def vary_masks(cfg, rng):
+    """Changes the settings of a detector of masks at random."""
+    things, stuff = rng.choice((1, 7)), rng.choice((0, 5))
+    for part in (cfg.panoptic_head, cfg.panoptic_fusion_head):
+        part.update(num_things_classes=things, num_stuff_classes=stuff)
+    cfg.panoptic_head.loss_cls.class_weight = [1.0] * (things + stuff) + [0.1]
+    cfg.panoptic_head.transformer_decoder.num_layers = rng.choice((1, 4))
+    if rng.random() < 0.4:
+        # A backbone of two maps; the coarser one feeds the queries.
+        cfg.backbone = SMALL_PVT
+        cfg.panoptic_head.in_channels = [8, 16]
+        if cfg.type == 'Mask2Former':
+            cfg.panoptic_head.update(strides=[4, 8], num_transformer_feat_level=1)
+            cfg.panoptic_head.pixel_decoder.num_outs = 1
+            cfg.panoptic_head.pixel_decoder.encoder.layer_cfg.self_attn_cfg.num_levels = 1
+    cfg.data_preprocessor.pad_size_divisor = rng.choice((1, 32))
+    cfg.test_cfg.update(
+        panoptic_on=rng.random() < 0.5, max_per_image=rng.choice((3, 20)), filter_low_score=rng.random() < 0.5
+    )
 
 
 def noise(size, ori_shape, count=1):

@@ -14,6 +14,7 @@ from slab_det.deployment.cpu.patch_conv import patch_conv
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.tiled_blocks import tile_blocks
 from slab_det.deployment.cpu.winograd import winograd_conv
+from slab_det.deployment.deformable import deployed_deformable
 from slab_det.deployment.gpu.ffn_kernels import triton_ffn
 from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
@@ -47,8 +48,8 @@ def deploy(
     Args:
         model: A detector or backbone of slab_det or mmdet, in eval mode, on the device where it will run. Its offline
             norms must be fused.
-        dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers, of detectors with queries for those of backbone
-            and neck; boxes stay float32. None, or ``torch.float32``, keeps the dtype of the model.
+        dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers, of detectors with queries for those of
+            backbone, neck and encoder; boxes stay float32. None, or ``torch.float32``, keeps the dtype of the model.
         inplace: Change ``model`` itself instead of a copy: it gets new submodules. References to its former
             submodules and parameters, as optimizers hold them, still refer to the original ones.
         masks: 'full', or 'rle': ``pred_instances.masks`` is a list of COCO RLE; see :func:`slab_det.load_detector`.
@@ -112,6 +113,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
             # Tokens are (B, L, C): a channels-last map is a view of them.
             module.channels_last = True
     replace_layers(backbone, deployed_merging)
+    replace_layers(model, deployed_deformable)
     if on_cpu:
         tile_blocks(backbone)
         replace_layers(model, deployed_linear)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from mmdet.models.dense_heads import MaskFormerHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+from mmdet.models.layers import DeformableDetrTransformerEncoder, PixelDecoder
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
@@ -20,14 +21,17 @@ from mmengine.logging import MMLogger
 from mmengine.utils import apply_to
 from torch import Tensor, nn
 
+from slab_det.deployment.deformable import SizedPixelDecoder, samples_here
 from slab_det.norms.base import at_least_float32
 from slab_det.runtime.errors import DeploymentError
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 # The forward of a head returns scores, deltas or logits; mmdet computes coordinates from them afterwards.
 HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
-# These heads add encodings of positions, in float32, to their maps.
+# The queries of these heads attend to maps with encodings of positions, which mmdet adds in float32.
 QUERY_HEADS = (MaskFormerHead,)
+# What stands between the neck and the queries, and computes no coordinates in the dtype of its layers.
+ENCODERS = (DeformableDetrTransformerEncoder, PixelDecoder, SizedPixelDecoder)
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
@@ -39,8 +43,8 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
 def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts backbone, neck and heads to ``dtype``, in place; :func:`keep_boxes_float32` must follow.
 
-    A detector with parameters elsewhere, as DETRs have, keeps everything but backbone and neck as it is, because
-    coordinates may be computed there.
+    Of a detector with parameters elsewhere, as DETRs have, only backbone, neck and encoder of maps are cast, because
+    coordinates may be computed elsewhere.
 
     Args:
         model: A detector or a backbone.
@@ -60,10 +64,15 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
         if unknown is None:
             parts += heads
         else:
-            parts[-1].register_forward_hook(_raise_outputs)
+            # Exact classes: a subclass may compute coordinates.
+            encoders = [part for part in model.modules() if type(part) in ENCODERS and samples_here(part)]
+            for part in (parts[-1], *encoders):
+                part.register_forward_hook(_raise_outputs)
+            parts += encoders
+            names = ' and '.join(name for name, part in model.named_modules() if part in parts)
             MMLogger.get_current_instance().info(
-                f'deployed {type(model).__name__}: only backbone and neck run in {dtype}, because {unknown} may '
-                'compute coordinates, which need float32'
+                f'deployed {type(model).__name__}: only {names} run in {dtype}, because {unknown} may compute '
+                'coordinates, which need float32'
             )
     for part in parts:
         part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
@@ -86,8 +95,11 @@ def _cast(cast: Callable[[Tensor], Tensor], values: Any) -> Any:
     return apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), cast)
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, *inputs: Any) -> Any:
-    return _cast(lambda x: x.to(dtype), inputs)
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    # An encoder computes the places of samples from these.
+    exact = {name: kwargs[name] for name in ('valid_ratios', 'reference_points') if name in kwargs}
+    args, kwargs = _cast(lambda x: x.to(dtype), (args, kwargs))
+    return args, kwargs | exact
 
 
 def _raise_inputs(module: nn.Module, *inputs: Any) -> Any:

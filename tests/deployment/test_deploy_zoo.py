@@ -13,10 +13,12 @@ from zoo import ZOO, shrunk, zoo_cfg
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.deployment.deformable import deployed_deformable
 from slab_det.deployment.export import ExportError, build_graph
 from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.static import StaticDetector
-from slab_det.deployment.heads import Unsupported
+from slab_det.deployment.heads import MaskFormer, Unsupported
+from slab_det.deployment.replacements import replace_layers
 from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -48,6 +50,8 @@ NAMES = {
     'mask2former/mask2former_swin-t-p4-w7-224_8xb2-lsj-50e_coco': 'Mask2Former',
     'maskformer/maskformer_swin-l-p4-w12_64xb1-ms-300e_coco': 'MaskFormer',
 }
+# Parts that may run in half precision alone.
+PARTS = dict(backbone='backbone', neck='neck', encoder='encoder') | {'pixel decoder': 'panoptic_head.pixel_decoder'}
 PAGE = (Path(__file__).parents[2] / 'docs' / 'deploy.md').read_text()
 
 
@@ -81,6 +85,13 @@ def cfg_of(name):
     return cfg
 
 
+def lowered_parts(model, dtype):
+    """The words for those parts of a detector whose weights all have this dtype."""
+    modules = dict(model.named_modules())
+    parts = {word: modules[path].parameters() for word, path in PARTS.items() if path in modules}
+    return [word for word, parameters in parts.items() if {x.dtype for x in parameters} == {dtype}]
+
+
 def table_row(name, model, deployed):
     """The row of a detector in the table of docs/deploy.md, by what deploy and export do with it.
 
@@ -91,9 +102,11 @@ def table_row(name, model, deployed):
     """
     if not deployed:
         return f'| {name} | not deployed | | |'
+    static = copy.deepcopy(model)
+    replace_layers(static, deployed_deformable)
     try:
-        StaticDetector(model, FixedOperators())
-        graph = 'the whole detector'
+        family = StaticDetector(static, FixedOperators()).family
+        graph = 'all but the fusion of masks' if isinstance(family, MaskFormer) else 'the whole detector'
     except Unsupported:
         graph = 'backbone and neck' if model.with_neck else 'backbone'
     try:
@@ -105,7 +118,8 @@ def table_row(name, model, deployed):
     half = [dtype for dtype in HALF if dtype in deployed]
     dtypes = ', '.join(str(dtype).partition('.')[2] for dtype in half)
     if any(parameter.dtype not in half for dtype in half for parameter in deployed[dtype].parameters()):
-        dtypes += ' of backbone and neck' if model.with_neck else ' of the backbone'
+        *parts, last = lowered_parts(deployed[half[0]], half[0])
+        dtypes += f' of {", ".join(parts)} and {last}'
     return f'| {name} | {graph} | {dtypes} | {file} |'
 
 

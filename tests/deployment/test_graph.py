@@ -11,7 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_cases import CONFIGS, EagerOperators, build, eager, graphed, is_answered_by_graph, noise, unmatched
+from graph_cases import (
+    CONFIGS,
+    QUERIES,
+    SEGMENTERS,
+    EagerOperators,
+    build,
+    eager,
+    graphed,
+    is_answered_by_graph,
+    noise,
+    unmatched,
+)
 from mmdet.models.detectors import TwoStageDetector
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from mmengine.logging import MMLogger
@@ -90,7 +101,7 @@ def assert_same(found, expected):
         assert all(torch.equal(found[key], expected[key]) for key in ('bboxes', 'scores', 'labels', 'masks'))
 
 
-@pytest.mark.parametrize('kind', CONFIGS)
+@pytest.mark.parametrize('kind', [*CONFIGS, *QUERIES])
 def test_a_graph_finds_what_the_detector_finds(kind, captured_shapes):
     """Alternates two sizes, so that each graph is replayed."""
     model, answered = deployed(kind), 0
@@ -105,6 +116,23 @@ def test_a_graph_finds_what_the_detector_finds(kind, captured_shapes):
             has_area = (expected.bboxes[:, 2:] > expected.bboxes[:, :2]).all(1)
             assert (found.masks != expected.masks)[has_area].float().mean() <= 1e-3, size
     assert answered and len(captured_shapes) == 2
+
+
+@pytest.mark.parametrize('kind', SEGMENTERS)
+@torch.no_grad()
+def test_a_graph_finds_the_masks_that_the_detector_finds(kind, captured_shapes):
+    model, seen = deployed(kind), set()
+    for size in SIZES * 2:
+        data = noise(size, ORI_SHAPE)
+        (found,) = model.test_step(data)
+        data = model.data_preprocessor(data, False)
+        (expected,) = type(model).predict(model, data['inputs'], copy.deepcopy(data['data_samples']))
+        segments = expected.pred_panoptic_seg.sem_seg
+        assert (found.pred_panoptic_seg.sem_seg == segments).float().mean() > 0.99
+        seen |= {*segments.unique().tolist()}
+        found, expected = found.pred_instances, expected.pred_instances
+        assert unmatched(found, expected, boxes=1) <= 0.02 and found.masks.shape == expected.masks.shape
+    assert len(captured_shapes) == 2 and len(seen) > 1
 
 
 def test_an_image_with_too_many_candidates_is_predicted_without_graph(monkeypatch):

@@ -7,19 +7,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative_difference
-from graph_cases import EagerOperators, build, noise
+from graph_cases import QUERIES, SEGMENTERS, EagerOperators, build, noise
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
 from mmdet.registry import MODELS
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
+from slab_det.deployment import deformable
 from slab_det.deployment.box_operators import EMPTY, map_levels
+from slab_det.deployment.deformable import deployed_deformable, sample_maps
 from slab_det.deployment.gpu import box_kernels, kernels, mask_kernels
 from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.ffn_kernels import TritonFFN, triton_ffn
-from slab_det.deployment.gpu.static import measure_frame
+from slab_det.deployment.gpu.static import StaticDetector, measure_frame
 from slab_det.deployment.gpu.window_kernels import TritonWindowAttention, triton_windows
 from slab_det.deployment.heads import Frame, find_family
 from slab_det.deployment.masks import paste_masks
@@ -217,6 +221,31 @@ def test_ffns_of_unsupported_widths_are_not_fused():
     assert triton_ffn(LinearFFN(40, 40, dict(type='GELU'))) is triton_ffn(nn.Linear(16, 16)) is None
 
 
+@pytest.mark.parametrize(
+    ('references', 'channels', 'dtype'), [(2, 8, torch.float32), (4, 5, torch.float32), (4, 8, torch.float16)], ids=str
+)
+def test_deformable_attention(references, channels, dtype, monkeypatch):
+    """Two images, two heads, three levels of three points; samples inside, on the edge, and far outside."""
+    sizes, queries = ((7, 11), (4, 1), (1, 3)), 21
+    keys = sum(height * width for height, width in sizes)
+    values = torch.randn(2, keys, 2, channels, device=DEVICE).to(dtype)
+    centers = torch.rand(2, queries, 3, references, device=DEVICE) * 1.2 - 0.1
+    offsets = 2 * torch.randn(2, queries, 2, 3, 3, 2, device=DEVICE).to(dtype)
+    logits = 2 * torch.randn(2, queries, 2, 9, device=DEVICE).to(dtype)
+    offsets[0, 3], offsets[0, 4], offsets[0, 5, 0, 1, 2, 0] = 60000, -60000, torch.nan
+    offsets[0, 6, 0, 0, 0, 0], offsets[0, 7] = torch.inf, 0
+    found = sample_maps(values, sizes, centers, offsets, logits)
+    monkeypatch.setattr(kernels, 'can_run', lambda x: False)
+    # A sample without a place is outside, as in mmcv's compiled operator.
+    offsets = torch.where(offsets.isfinite(), offsets, 60000)
+    expected = sample_maps(values.double(), sizes, centers.double(), offsets.double(), logits.double())
+    assert found.dtype == dtype and found.shape == (2, queries, 2 * channels) and expected.abs().max() > 1
+    # float16 rounds the sum of values once; its offsets are rounded already.
+    bound = 2e-5 if dtype == torch.float32 else 2e-3
+    assert (found - expected).abs().max() <= bound
+    assert not found[0, 3:5].any()
+
+
 def test_add_bias():
     x, bias = torch.randn(2, 5, 20, 33, device=DEVICE), torch.randn(5, device=DEVICE)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -270,3 +299,68 @@ def test_heads_find_the_same_in_kernels_and_never_wait_for_the_gpu(kind, seed, m
     assert torch.equal(found.scores > EMPTY, there) and torch.equal(found.labels[there], expected.labels[there])
     torch.testing.assert_close(found.scores[there], expected.scores[there])
     torch.testing.assert_close(found.corners[there], expected.corners[there], rtol=1e-4, atol=1e-3)
+
+
+@torch.no_grad()
+def test_queries_find_the_same_in_kernels_and_never_wait_for_the_gpu(monkeypatch):
+    model = build('DINO', random.Random(0)).to(DEVICE)
+    # The interpreter takes seconds for a few pixels.
+    data = model.data_preprocessor(noise((20, 32), (40, 60)), False)
+    # On a GPU, mmcv's own attention needs compiled operators.
+    replace_layers(model, deployed_deformable)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, 'can_run', lambda x: False)
+        (expected,) = model(**data, mode='predict')
+    features, frame = model.extract_feat(data['inputs']), measure_frame(data['data_samples'][0].metainfo).to(DEVICE)
+    family = find_family(model)(model, FixedOperators())
+    with NoSync():
+        computed = family.compute(features, Frame(*frame, padded=(20, 32)))
+    with NoSync(), pytest.raises(AssertionError, match='waits for the GPU'):
+        model.forward_transformer(features, data['data_samples'])
+    found, expected = family.predict(computed, data['data_samples'][0].metainfo, None), expected.pred_instances
+    assert len(found) == len(expected) > 20 and torch.equal(found.labels, expected.labels)
+    torch.testing.assert_close(found.scores, expected.scores)
+    torch.testing.assert_close(found.bboxes, expected.bboxes, rtol=1e-4, atol=1e-3)
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses tensors on the host, whose values a capture cannot copy to the GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        devices = {x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)}
+        assert 'cpu' not in devices, f'{func} has a tensor on the host'
+        return out
+
+
+@pytest.fixture(scope='module')
+def fake_gpu():
+    """Tensors without values on a GPU that is not there: a value that the host asks for is an error."""
+    return FakeTensorMode()
+
+
+@pytest.mark.skipif(DEVICE == 'cuda', reason='real captures test the same')
+@pytest.mark.parametrize('kind', [*QUERIES, *SEGMENTERS])
+@torch.no_grad()
+def test_a_graph_of_queries_holds_no_tensor_of_the_host(kind, fake_gpu, monkeypatch):
+    def sample(values, sizes, references, offsets, logits):
+        return values.new_empty(*logits.shape[:2], values[0, 0].numel())
+
+    monkeypatch.setattr(deformable, 'sample_maps', sample)
+    model = build(kind, random.Random(0))
+    replace_layers(model, deployed_deformable)
+    for module in model.modules():
+        for values in (module._parameters, module._buffers):
+            fakes = {name: fake_gpu.from_tensor(x.detach()) for name, x in values.items() if x is not None}
+            with fake_gpu:
+                values.update({name: nn.Parameter(x.to('cuda'), False) for name, x in fakes.items()})
+    with fake_gpu:
+        image, frame = torch.empty(1, 3, 64, 96, device='cuda'), torch.empty(3, 4, device='cuda')
+        detector = StaticDetector(model, FixedOperators())
+        # Makes constants, as before a capture.
+        detector(image, frame)
+        with OnDevice():
+            first, second, *_ = detector(image, frame)
+        with OnDevice(), pytest.raises(AssertionError, match='tensor on the host'):
+            torch.tensor(1, device='cuda')
+    assert (second.shape[1:] == (16, 24) and first.shape[0] == 20) if kind in SEGMENTERS else second.shape[1:] == (4,)

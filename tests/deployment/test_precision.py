@@ -1,18 +1,28 @@
 """Detectors in half precision: deployed, under autocast as tools/test.py --dtype runs them, and both."""
 
+import random
+
 import pytest
 import torch
+from graph_cases import build
 from mmdet.structures import DetDataSample
 
 import slab_det
+from slab_det.deployment import deformable
 from slab_det.deployment.precision import autocast_forward
 
 HEIGHT, WIDTH = 64, 608
 
 
-def predict(model, images):
+def predict(model, images, valid=None):
     shape = images.shape[2:]
-    metainfo = dict(img_shape=shape, ori_shape=shape, batch_input_shape=shape, pad_shape=shape, scale_factor=(1.0, 1.0))
+    metainfo = dict(
+        img_shape=(shape[0], valid or shape[1]),
+        ori_shape=shape,
+        batch_input_shape=shape,
+        pad_shape=shape,
+        scale_factor=(1.0, 1.0),
+    )
     with torch.no_grad():
         return model(images, [DetDataSample(metainfo=metainfo)], mode='predict')[0].pred_instances
 
@@ -63,6 +73,34 @@ def test_a_detector_with_parameters_elsewhere_keeps_its_heads_in_float32(small_d
     assert halves == {'backbone', 'neck'} < {*parts}
     assert {x.dtype for x in deployed.extract_feat(images)} == {torch.float32}
     assert len(predict(deployed, images)) > 5
+
+
+@pytest.mark.parametrize(('kind', 'part'), [('Deformable DETR', 'encoder'), ('Mask2Former', 'pixel_decoder.encoder')])
+@torch.no_grad()
+def test_an_encoder_computes_in_half_precision_and_finds_its_samples_in_float32(kind, part, monkeypatch):
+    model, images, seen = build(kind, random.Random(0)), torch.randn(1, 3, HEIGHT, WIDTH), []
+    sample = deformable.sample_maps
+
+    def record(values, sizes, references, *others):
+        seen.append((values.dtype, references))
+        return sample(values, sizes, references, *others)
+
+    monkeypatch.setattr(deformable, 'sample_maps', record)
+    places = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        deployed = slab_det.deploy(model, dtype)
+        halves = {name for name, parameter in deployed.named_parameters() if parameter.dtype == torch.bfloat16}
+        assert any(f'{part}.layers' in name for name in halves) == (dtype == torch.bfloat16)
+        assert not any(name.startswith(('decoder', 'bbox_head', 'panoptic_head.cls_embed')) for name in halves)
+        seen.clear()
+        # The right quarter is padding.
+        found = predict(deployed, images, valid=WIDTH - 150)
+        assert len(found) > 5 and found.bboxes.isfinite().all() and found.bboxes.dtype == torch.float32
+        assert seen[0][0] == dtype
+        places[dtype] = seen[0][1]
+    assert places[torch.bfloat16].dtype == torch.float32 and torch.equal(*places.values())
+    # In bfloat16 they would be rounded.
+    assert (places[torch.float32] != places[torch.float32].bfloat16().float()).float().mean() > 0.2
 
 
 def test_default_dtype_changes_nothing_in_a_deployed_detector(small_detector):

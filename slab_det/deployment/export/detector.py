@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slab_det.deployment.export.dynamic_operators import DynamicOperators
 from slab_det.deployment.export.settings import describe_test_cfg
-from slab_det.deployment.heads import Frame, find_family
+from slab_det.deployment.heads import EXPORTED, Frame, find_family
 from slab_det.deployment.heads.base import find_part
 
 
@@ -64,7 +64,7 @@ class DetectorGraph(BackboneGraph):
 
     def __init__(self, detector: nn.Module) -> None:
         super().__init__(detector)
-        self.family = find_family(detector)(detector, DynamicOperators())
+        self.family = find_family(detector, EXPORTED)(detector, DynamicOperators())
         self.register_buffer('score_thr', torch.tensor(self.family.score_thr, dtype=torch.float32))
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:

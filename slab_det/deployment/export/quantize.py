@@ -13,12 +13,12 @@ import numpy as np
 
 from slab_det.deployment.export.equalize import IMAGES, equalize
 from slab_det.deployment.export.runtime import METADATA_KEY, RUNTIMES, cuts_off_int8_sums, import_extra
-from slab_det.deployment.heads import FAMILIES
+from slab_det.deployment.heads import EXPORTED
 from slab_det.runtime.run_folder import whole_file
 
 # Parts of the node names of layers that stay in float32. The first layer reads pixels, and is a hundredth of the work.
 # The others predict boxes and masks: one int8 step of a delta moves a large anchor by pixels.
-FLOAT_LAYERS = ('projection', *(layer for family in FAMILIES for layer in family.predictors))
+FLOAT_LAYERS = ('projection', *(layer for family in EXPORTED for layer in family.predictors))
 OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 
 

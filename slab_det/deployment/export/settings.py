@@ -12,7 +12,7 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 import slab_det
-from slab_det.deployment.heads import FAMILIES, Family
+from slab_det.deployment.heads import EXPORTED, BoxFamily
 from slab_det.deployment.heads.two_stage import TwoStage
 from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.errors import ExportError
@@ -45,7 +45,7 @@ def describe_test_cfg(stored: dict[str, dict], cfgs: Iterable[dict]) -> dict:
     """The metadata of the settings that change detections.
 
     Args:
-        stored: See :class:`~slab_det.deployment.heads.Family`.
+        stored: See :class:`~slab_det.deployment.heads.BoxFamily`.
         cfgs: ``test_cfg`` of each part in ``stored``.
     """
     described = {
@@ -128,10 +128,10 @@ def _path(part: str) -> str:
     return f'test_cfg.{part}.' if part else 'test_cfg.'
 
 
-def _find_family(file: str, metadata: dict) -> type[Family]:
+def _find_family(file: str, metadata: dict) -> type[BoxFamily]:
     # Earlier versions exported two-stage detectors only, and did not say so.
     name = metadata.get('family', TwoStage.name)
-    family = next((family for family in FAMILIES if family.name == name), None)
+    family = next((family for family in EXPORTED if family.name == name), None)
     if family is None:
         raise ExportError(
             f'{file} holds heads of the family {name!r}, which slab_det {slab_det.__version__} does not know: slab_det '

@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
-from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -20,7 +20,7 @@ from slab_det.deployment.gpu import kernels, mask_kernels
 from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
 from slab_det.deployment.heads import Unsupported, require
-from slab_det.deployment.masks import enlarge_masks, paste_masks
+from slab_det.deployment.masks import paste_masks
 from slab_det.runtime.tensors import tensors_in
 
 # The most graphs that a GraphCache keeps, and the largest share of the GPU's memory that these graphs may take before
@@ -200,26 +200,13 @@ class GraphedPrediction:
                     return model.add_pred_to_datasample(samples, [found])
             return type(model).predict(model, batch_inputs, samples, rescale)
 
-    def _detect(self, image: Tensor, metainfo: dict) -> InstanceData | None:
-        """Returns the detections of a graph, or None if ``predict`` of the class may find others."""
+    def _detect(self, image: Tensor, metainfo: dict) -> Any:
+        """Returns the predictions of a graph, or None if ``predict`` of the class may find others."""
         self._follow_weights()
         family = self._static.family
-        outputs = self._graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
-        if outputs is None:
-            return None
-        summary, boxes, scores, labels, *masks = outputs
-        count, exact = summary.tolist()
-        if not exact:
-            return None
-        found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
-        shape = metainfo['ori_shape'][:2]
-        if masks and family.mask_stride is not None:
-            settings = family.mask_stride, metainfo['scale_factor'], shape, family.mask_threshold
-            found.masks = enlarge_masks(masks[0][:count], *settings)
-        elif masks:
-            paste = mask_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
-            found.masks = paste(masks[0][:count], found.bboxes, shape, family.mask_threshold)
-        return found
+        computed = self._graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
+        paste = mask_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
+        return None if computed is None else family.predict(computed, metainfo, paste)
 
 
 class GraphedFeatures:

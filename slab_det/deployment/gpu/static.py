@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slab_det.deployment.box_operators import EMPTY, BoxOperators
+from slab_det.deployment.box_operators import BoxOperators
 from slab_det.deployment.heads import Frame, find_family
 
 
@@ -26,24 +26,14 @@ class StaticDetector:
         self.family.check_fixed()
 
     def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
-        """Detects the objects of an image (1, 3, H, W); the first ``count`` of the n returned rows are objects.
+        """Computes from an image (1, 3, H, W) what :meth:`Family.predict` makes predictions from.
 
         Args:
             image: Normalised and padded.
             frame: Result of :func:`measure_frame`, (3, 4).
-
-        Returns:
-            Integers (count, exact); exact is 0 if ``predict`` of the detector may find other objects. Then, best first:
-            corners in the original image (n, 4), scores (n,), labels (n,) and, with masks, their probabilities
-            (n, 28, 28), or with a ``mask_stride`` of the family their logits (n, h, w).
         """
-        frame, family = Frame(*frame), self.family
-        found = family.detect(family.detector.extract_feat(image), frame, family.score_thr)
-        masks = found.mask_logits
-        if masks and family.mask_stride is None:
-            masks = (found.mask_probabilities(),)
-        summary = torch.stack([(found.scores > EMPTY).sum(), found.exact.long()])
-        return summary, found.corners, found.scores, found.labels, *masks
+        features = self.family.detector.extract_feat(image)
+        return self.family.compute(features, Frame(*frame, padded=tuple(image.shape[2:])))
 
 
 def measure_frame(metainfo: dict) -> Tensor:

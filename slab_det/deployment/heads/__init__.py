@@ -1,30 +1,35 @@
-"""Families of heads whose detectors a CUDA graph and an ONNX file compute whole; each family is one file."""
+"""Families of heads whose detectors a CUDA graph or an ONNX file computes whole; each family is one file."""
 
 from torch import nn
 
 from slab_det.deployment.heads.atss import ATSS
-from slab_det.deployment.heads.base import Family, Frame, Objects, Unsupported, nearest_base, require
+from slab_det.deployment.heads.base import BoxFamily, Family, Frame, Objects, Unsupported, nearest_base, require
 from slab_det.deployment.heads.cascade import Cascade
+from slab_det.deployment.heads.deformable_detr import DeformableTransformer
 from slab_det.deployment.heads.fcos import FCOS
+from slab_det.deployment.heads.mask2former import Mask2Former
+from slab_det.deployment.heads.maskformer import MaskFormer
 from slab_det.deployment.heads.retinanet import RetinaNet
 from slab_det.deployment.heads.rtmdet import RTMDet
 from slab_det.deployment.heads.rtmdet_ins import RTMDetIns
 from slab_det.deployment.heads.two_stage import TwoStage
 
-FAMILIES: tuple[type[Family], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCOS, RTMDet, RTMDetIns)
+# An ONNX file holds these, a CUDA graph holds all.
+EXPORTED: tuple[type[BoxFamily], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCOS, RTMDet, RTMDetIns)
+FAMILIES: tuple[type[Family], ...] = (*EXPORTED, DeformableTransformer, MaskFormer, Mask2Former)
 
-__all__ = ['FAMILIES', 'Objects', 'Family', 'Frame', 'Unsupported', 'find_family', 'require']
+__all__ = ['EXPORTED', 'FAMILIES', 'BoxFamily', 'Family', 'Frame', 'Objects', 'Unsupported', 'find_family', 'require']
 
 
-def find_family(detector: nn.Module) -> type[Family]:
+def find_family(detector: nn.Module, among: tuple[type[Family], ...] = FAMILIES) -> type[Family]:
     """Returns the family whose detectors predict as ``detector`` does.
 
     Raises:
         Unsupported: If no family does.
     """
-    families = [family for family in FAMILIES if _predicts_as(detector, family.base)]
+    families = [family for family in among if _predicts_as(detector, family.base)]
     if not families:
-        bases = ' or '.join(dict.fromkeys(family.base.__name__ for family in FAMILIES))
+        bases = ' or '.join(dict.fromkeys(family.base.__name__ for family in among))
         raise Unsupported(f'a graph of detections needs a detector that predicts as {bases} does')
     name = families[0].part
     of_class = {base: family for family in families for base in family.heads}

@@ -9,9 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
+from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from slab_det.deployment.box_operators import EMPTY, BoxOperators
+from slab_det.deployment.masks import enlarge_masks
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
@@ -32,11 +34,13 @@ class Frame(NamedTuple):
         limits: Width and height, without padding.
         scale: The factors from the original image; None leaves boxes in the pixels of this image.
         rescale: The factors back, rounded as in mmdet.
+        padded: Height and width, with padding.
     """
 
     limits: Tensor
     scale: Tensor | None = None
     rescale: Tensor | None = None
+    padded: tuple[int, int] | None = None
 
 
 class Objects(NamedTuple):
@@ -74,7 +78,7 @@ class Objects(NamedTuple):
 
 
 class Family(ABC):
-    """A family of heads, in the operators on boxes that a CUDA graph or an ONNX file has.
+    """A family of heads, in the operators that a CUDA graph has.
 
     A subclass checks in ``__init__`` that the detector predicts as its class of mmdet does.
 
@@ -84,26 +88,17 @@ class Family(ABC):
         fused: Whether the heads run in their fused forms, with fewer kernels.
 
     Attributes:
-        name: Stands in exported files.
         base: The class of mmdet whose ``predict`` the detectors of this family have.
-        part: The part of a detector that tells its family, 'roi_head' or 'bbox_head'.
+        part: The part of a detector that tells its family, such as 'roi_head' or 'bbox_head'.
         heads: The classes of mmdet as one of which this part predicts.
-        stored: The settings that an exported file stores: those of each part of ``test_cfg`` that change detections,
-            with mmdet's defaults. The last part makes the detections; '' is ``test_cfg`` itself.
-        lowers_scores: Whether objects may have lower scores than ``score_thr``, by factors that come after it.
-        predictors: Names of the last layers, which predict boxes and masks: an int8 file keeps them in float32.
 
     Raises:
         Unsupported: If a part of the detector computes something that the family does not.
     """
 
-    name: ClassVar[str]
     base: ClassVar[type[nn.Module]]
     part: ClassVar[str]
     heads: ClassVar[tuple[type[nn.Module], ...]]
-    stored: ClassVar[dict[str, dict[str, Any]]]
-    predictors: ClassVar[tuple[str, ...]]
-    lowers_scores: ClassVar[bool] = False
 
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         self.detector, self.operators = detector, operators
@@ -116,11 +111,74 @@ class Family(ABC):
     @property
     @abstractmethod
     def test_cfgs(self) -> tuple[dict, ...]:
-        """The ``test_cfg`` of each part in ``stored``; a graph is captured again when one of them changes."""
+        """The ``test_cfg`` of each part that has one; a graph is captured again when one of them changes."""
+
+    @abstractmethod
+    def compute(self, features: Sequence[Tensor], frame: Frame) -> tuple[Tensor, ...]:
+        """Computes tensors of fixed shapes from the feature maps of an image, without waiting for the GPU."""
+
+    @abstractmethod
+    def predict(self, computed: Sequence[Tensor], metainfo: dict, paste: Callable[..., Any]) -> Any:
+        """Makes the predictions of an image from what :meth:`compute` returned.
+
+        Args:
+            computed: Result of :meth:`compute`.
+            metainfo: Of the image.
+            paste: Pastes masks that fill their boxes; see :func:`slab_det.deployment.masks.paste_masks`.
+
+        Returns:
+            What ``add_pred_to_datasample`` of the detector takes; None if ``predict`` of the detector may find others.
+        """
+
+
+class BoxFamily(Family):
+    """A family whose detectors find boxes, with masks or without.
+
+    Attributes:
+        name: Stands in exported files.
+        stored: The settings that an exported file stores: those of each part of ``test_cfg`` that change detections,
+            with mmdet's defaults. The last part makes the detections; '' is ``test_cfg`` itself.
+        lowers_scores: Whether objects may have lower scores than ``score_thr``, by factors that come after it.
+        predictors: Names of the last layers, which predict boxes and masks: an int8 file keeps them in float32.
+    """
+
+    name: ClassVar[str]
+    stored: ClassVar[dict[str, dict[str, Any]]]
+    predictors: ClassVar[tuple[str, ...]]
+    lowers_scores: ClassVar[bool] = False
 
     @abstractmethod
     def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         """Detects the objects of an image in its feature maps; drops those with a score up to ``score_thr``."""
+
+    def compute(self, features: Sequence[Tensor], frame: Frame) -> tuple[Tensor, ...]:
+        """Detects the objects of an image; the first ``count`` of the n returned rows are objects.
+
+        Returns:
+            Integers (count, exact); exact is 0 if ``predict`` of the detector may find other objects. Then, best first:
+            corners in the original image (n, 4), scores (n,), labels (n,) and, with masks, their probabilities
+            (n, 28, 28), or with a ``mask_stride`` of the family their logits (n, h, w).
+        """
+        found = self.detect(features, frame, self.score_thr)
+        masks = found.mask_logits
+        if masks and self.mask_stride is None:
+            masks = (found.mask_probabilities(),)
+        summary = torch.stack([(found.scores > EMPTY).sum(), found.exact.long()])
+        return summary, found.corners, found.scores, found.labels, *masks
+
+    def predict(self, computed: Sequence[Tensor], metainfo: dict, paste: Callable[..., Any]) -> InstanceData | None:
+        summary, boxes, scores, labels, *masks = computed
+        count, exact = summary.tolist()
+        if not exact:
+            return None
+        found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
+        shape = metainfo['ori_shape'][:2]
+        if masks and self.mask_stride is not None:
+            settings = self.mask_stride, metainfo['scale_factor'], shape, self.mask_threshold
+            found.masks = enlarge_masks(masks[0][:count], *settings)
+        elif masks:
+            found.masks = paste(masks[0][:count], found.bboxes, shape, self.mask_threshold)
+        return found
 
     def choose(
         self, scores: Tensor, corners: Tensor, label_of: Callable[[Tensor], Tensor]

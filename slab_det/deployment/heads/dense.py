@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slab_det.deployment.box_operators import EMPTY, BoxOperators, flat
 from slab_det.deployment.heads.base import (
     DENSE_PREDICTION,
-    Family,
+    BoxFamily,
     Frame,
     Objects,
     check_deltas,
@@ -25,8 +25,8 @@ from slab_det.deployment.heads.base import (
 )
 
 
-class Dense(Family):
-    """See :class:`Family`. Objects are the best classes of the anchors or points of each level.
+class Dense(BoxFamily):
+    """See :class:`BoxFamily`. Objects are the best classes of the anchors or points of each level.
 
     A third output of the head is a factor of the scores: its sigmoid, of each anchor or point.
 

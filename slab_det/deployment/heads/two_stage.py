@@ -20,7 +20,7 @@ from slab_det.deployment.gpu.box_kernels import can_pool
 from slab_det.deployment.gpu.layers import FusedConv, linear_relu
 from slab_det.deployment.heads.base import (
     DENSE_PREDICTION,
-    Family,
+    BoxFamily,
     Frame,
     Objects,
     check_deltas,
@@ -36,8 +36,8 @@ ROI_PREDICTION = 'predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_m
 MASK_PREDICTION = 'predict_by_feat', '_predict_by_feat_single'
 
 
-class TwoStage(Family):
-    """See :class:`Family`. Proposals are the best anchors of each level; detections, the best classes of proposals."""
+class TwoStage(BoxFamily):
+    """See :class:`BoxFamily`. Proposals are the best anchors of each level; objects, the best classes of proposals."""
 
     name = 'two_stage'
     base = TwoStageDetector
