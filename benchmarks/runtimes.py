@@ -60,6 +60,7 @@ class Row(NamedTuple):
         type: Type of the backbone, in place of the config's.
         kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens; None for all.
         half: Whether half of the multiply-adds are left, without a fit: :func:`remove_half`.
+        ffn: Share of the hidden channels that absorption removes from each FFN.
     """
 
     config: str
@@ -68,6 +69,7 @@ class Row(NamedTuple):
     type: str = ''
     kept: int | None = None
     half: bool = False
+    ffn: float = 0.0
 
 
 SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
@@ -121,10 +123,12 @@ def build(row: Row) -> nn.Module:
     model = build_untrained(config, {'type': row.type} if row.type else {})
     if row.half:
         remove_half(model)
-    if row.kept is None:
+    if row.kept is None and not row.ffn:
         return model
     images = [torch.randn(1, 3, 64, 64)]
-    absorb = partial(slab_det.absorb, model, images, progress=False)
+    absorb = partial(slab_det.absorb, model, images, progress=False, ffn=row.ffn)
+    if row.kept is None:
+        return absorb(keep='all')
     everything = absorb(keep=0)
     names = [norm.norm for norm in everything.absorption_report.norms][: row.kept]
     return absorb(keep=names) if names else everything
