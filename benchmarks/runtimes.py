@@ -54,7 +54,7 @@ class Row(NamedTuple):
     """A detector.
 
     Attributes:
-        config: Its name in configs/.
+        config: Its name in configs/, or of a config of mmdet.
         stock: The row of mmdet's detector.
         layer_norm: The row of ours with LayerNorm.
         type: Type of the backbone, in place of the config's.
@@ -73,6 +73,7 @@ class Row(NamedTuple):
 
 
 SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
+RETINANET = ('RetinaNet PVT-T, mmdet',) * 2
 ROWS = {
     SWIN[0]: Row('mask_rcnn_swin_t', *SWIN, type='SwinTransformer'),
     SWIN[1]: Row('mask_rcnn_swin_t', *SWIN),
@@ -87,6 +88,7 @@ ROWS = {
     PVT[1]: Row('mask_rcnn_pvt_s', *PVT),
     'PVT-S, half of the multiply-adds': Row('mask_rcnn_pvt_s', *PVT, half=True),
     'PVT-S-PRepBN': Row('mask_rcnn_prepbn_pvt_s', *PVT),
+    RETINANET[0]: Row('mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py', *RETINANET),
 }
 
 
@@ -119,7 +121,7 @@ FORMS = {
 
 def build(row: Row) -> nn.Module:
     """Builds the detector of a row, with its offline norms fused."""
-    config = ROOT / 'configs' / f'{row.config}.py'
+    config = row.config if '::' in row.config else ROOT / 'configs' / f'{row.config}.py'
     model = build_untrained(config, {'type': row.type} if row.type else {})
     if row.half:
         remove_half(model)
