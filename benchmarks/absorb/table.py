@@ -57,3 +57,40 @@ def _difference(rows: list[dict], way: str) -> str:
     if not differences:
         return '–'
     return f'{spread(differences, "{:+.1f}").partition(" ")[0]} {t_interval(differences)}'
+
+
+# Way of benchmarks/absorb/run.py: label in the table of students.
+STUDENTS = {
+    'teacher': 'LayerNorm, the teacher',
+    'channels 0.7': '`--channels 0.7`',
+    'channels 0.5': '`--channels 0.5`',
+    'channels 0.5, tuned without labels': '... and 150 iterations without labels',
+    'channels 0.33': '`--channels 0.33`',
+    'channels 0.33, tuned without labels': '... and 150 iterations without labels',
+    'channels auto': '`--channels auto`',
+    'thin blocks': 'attention and FFNs alone',
+    'fewest norms': 'norms: `--keep auto`',
+    'all gone': 'norms: `--keep none`',
+    'affine FFNs': 'control: each FFN its best affine map',
+    'norms as scales': 'control: each norm a scale per channel',
+}
+
+
+def students_table(rows: list[dict]) -> str:
+    """AP of every student, from 0 to 100, seed by seed.
+
+    Args:
+        rows: Rows of one ``absorb_DATASET.json``.
+    """
+    titles = {'share': 'multiply-adds left', 'agreement': 'agreement', 'AP': 'mask AP', 'box_AP': 'box AP'}
+    formats = {'share': '{:.2f}', 'agreement': '{:.3f}', 'AP': '{:.1f}', 'box_AP': '{:.1f}'}
+    cells = []
+    for way, label in STUDENTS.items():
+        found = sorted((row for row in rows if row['name'] == way), key=lambda row: row['seed'])
+        values = [
+            [formats[key].format(row[key] * (100 if 'AP' in key else 1)) for row in found if row.get(key) is not None]
+            for key in titles
+        ]
+        if found:
+            cells.append([label, *(', '.join(column) or '–' for column in values)])
+    return format_table(['', *titles.values()], cells)
