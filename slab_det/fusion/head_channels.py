@@ -46,6 +46,15 @@ def _between(conv: ConvModule, name: str) -> Iterator[str]:
         yield f'{name}.activate'
 
 
+def _mask_head_channels(head: FCNMaskHead) -> Iterator[Channels]:
+    """The outputs of each convolution, and of the transposed convolution that enlarges the map."""
+    if head.upsample_method != 'deconv':
+        yield from _tower_channels(head, 'convs')
+        return
+    yield from _tower_channels(head, 'convs', ('upsample',))
+    yield Channels('upsample', ('upsample',), ('conv_logits',), ('relu',))
+
+
 def _retina_channels(head: RetinaHead) -> Iterator[Channels]:
     yield from _tower_channels(head, 'cls_convs', ('retina_cls',))
     yield from _tower_channels(head, 'reg_convs', ('retina_reg',))
@@ -86,8 +95,7 @@ def _rtmdet_channels(head: RTMDetSepBNHead) -> Iterator[Channels]:
 
 register_folds(RPNHead, hidden_channels=_rpn_channels)
 register_folds(ConvFCBBoxHead, Shared2FCBBoxHead, Shared4Conv1FCBBoxHead, hidden_channels=_box_head_channels)
-# The last convolution is read by a transposed convolution, and keeps its channels.
-register_folds(FCNMaskHead, hidden_channels=lambda head: _tower_channels(head, 'convs'))
+register_folds(FCNMaskHead, hidden_channels=_mask_head_channels)
 register_folds(RetinaHead, hidden_channels=_retina_channels)
 register_folds(ATSSHead, hidden_channels=_atss_channels)
 register_folds(FCOSHead, hidden_channels=_fcos_channels)
