@@ -73,11 +73,11 @@ def absorb(
             least after the second layer is refitted. A multiple of 8 channels stays, at least 8. With
             ``keep='auto'`` the agreement is measured with the FFNs pruned.
         channels: Removes hidden channels everywhere: in FFNs, in the heads of softmax attention, and in the RPN, box
-            head and mask head of a Faster or Mask R-CNN or the towers of a RetinaNet. A number from 0 to 1 is the share
-            of the detector's multiply-adds that stays, at the size of the first image; channels go first where they
-            are estimated to cost least for each multiply-add that they save. 'auto' takes the least share, to 1/32,
-            with which a student that keeps all norms reaches ``LEAST_AGREEMENT``. None removes none, but is 'auto'
-            if neither ``keep`` nor ``ffn`` is given.
+            heads and mask heads of a Faster, Mask or Cascade R-CNN or the towers of a RetinaNet, ATSS, FCOS or
+            RTMDet. A number from 0 to 1 is the share of the detector's multiply-adds that stays, at the size of the
+            first image; channels go first where they are estimated to cost least for each multiply-add that they save.
+            'auto' takes the least share, to 1/32, with which a student that keeps all norms reaches
+            ``LEAST_AGREEMENT``. None removes none, but is 'auto' if neither ``keep`` nor ``ffn`` is given.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.

@@ -64,8 +64,8 @@ class AbsorptionReport:
             over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
             are those that write the residual stream, and the neck's convolutions.
         channels: The places with hidden channels, in the order of their calls, where channels were to be removed.
-        multiply_adds: Multiply-adds of teacher and student for the first image, without the heads of detectors other
-            than Faster and Mask R-CNN and RetinaNet; None unless channels were removed for a share of them.
+        multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
+            be removed; None unless channels were removed for a share of them.
         agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
             detections cannot be compared.
         num_images: Number of images compared; 0 where detections cannot be compared.

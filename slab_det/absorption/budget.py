@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan
-from slab_det.absorption.regression import CrossMoments, lost_logits, rank_channels
+from slab_det.absorption.regression import CrossMoments, join_channels, lost_logits, rank_channels
 from slab_det.absorption.student import copy_teacher
 from slab_det.absorption.tokens import POSITIONS, input_tokens, output_tokens
 from slab_det.absorption.walk import register_probe
-from slab_det.fusion.channels import HiddenChannels, find_channels, output_parameters
+from slab_det.fusion.channels import HiddenChannels, find_channels, input_weight, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.tensors import tensors_in
@@ -131,10 +131,11 @@ class Survey:
 
 
 def possible_counts(place: HiddenChannels) -> list[int]:
-    """The numbers of channels that may stay, from all down: multiples of 8; in an attention, of 16, 8 or 4 per head."""
+    """The numbers of channels that may stay, from all down: multiples of 8, in whole groups of a group norm; in an
+    attention, multiples of 16, 8 or 4 per head."""
     # A kernel for 24 of 32 channels per head is hardly faster than one for 32.
     width = place.count // place.heads
-    unit = 8 if not place.tokens else 16 if width > 16 else 8 if width > 8 else 4
+    unit = math.lcm(8, place.group) if not place.tokens else 16 if width > 16 else 8 if width > 8 else 4
     return [place.count, *(place.heads * left for left in reversed(range(unit, width, unit)))]
 
 
@@ -156,9 +157,10 @@ class LayerCosts(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             q, k, v = args[:3]
             self.attention += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        elif function in (F.linear, F.conv2d):
+        elif function in (F.linear, F.conv2d, F.conv_transpose2d):
             weight = args[1]
-            self.costs[weight.untyped_storage().data_ptr()] += out.numel() * weight[0].numel() + self.attention
+            size = args[0].numel() if function is F.conv_transpose2d else out.numel()
+            self.costs[weight.untyped_storage().data_ptr()] += size * weight[0].numel() + self.attention
             self.attention = 0.0
         return out
 
@@ -170,7 +172,7 @@ def estimate_losses(
     """:attr:`Place.losses` of each place of the copied teacher, each estimated as if nothing else were removed."""
     moments: dict[tuple[str, str], CrossMoments] = defaultdict(CrossMoments)
     seen: set[tuple[str, str]] = set()
-    levels: dict[tuple[str, str], int] = defaultdict(int)
+    calls: dict[tuple[str, str], int] = defaultdict(int)
 
     def see(value: object, key: tuple[str, str]) -> None:
         # A dropout stands in two places of an FFN.
@@ -184,11 +186,11 @@ def estimate_losses(
         # Only the variance of the stream is needed.
         moments[key].add(*(tokens[:, :1], tokens) if key[1] == 'stream' else (tokens, tokens[:, :1]))
 
-    def see_reader(layer: nn.Module, args: tuple, output: Tensor, key: tuple[str, str]) -> None:
-        weight = plan.images.regions[batch].position_weights(places[key[0]].owner, levels[key])
+    def see_reader(layer: nn.Module, args: tuple, output: Tensor, key: tuple[str, str], level: int) -> None:
+        weight = plan.images.regions[batch].position_weights(places[key[0]].owner, level + calls[key])
         weight = None if weight is None else output_tokens(weight)
-        levels[key] += 1
-        moments[key].add(input_tokens(layer, args[0], output), output_tokens(output), weight)
+        calls[key] += 1
+        moments[key].add(input_tokens(layer, args[0], output), output_tokens(output, layer), weight)
 
     with ExitStack() as stack:
 
@@ -204,40 +206,43 @@ def estimate_losses(
                 probe(step.source, partial(see, key=(name, 'queries')))
                 probe(step.target, partial(see, key=(name, 'keys')))
             else:
-                for reader in place.readers:
-                    hook = partial(see_reader, key=(name, reader))
+                for level, (reader, *_) in enumerate(place.readers_of_levels):
+                    hook = partial(see_reader, key=(name, reader), level=level)
                     stack.callback(model.get_submodule(reader).register_forward_hook(hook).remove)
         for batch in islice((i for i in range(plan.images.count) if not is_held_out(i)), SURVEY):
             seen.clear()
-            levels.clear()
+            calls.clear()
             plan.forward(model)(plan.images.store.get(str(batch)), batch)
     return {name: _losses(model, place, moments) for name, place in places.items()}
 
 
 def _losses(model: nn.Module, place: HiddenChannels, moments: Mapping[tuple[str, str], CrossMoments]) -> list[float]:
-    readers = [*map(model.get_submodule, place.readers)]
-    weight = torch.cat([reader.weight.flatten(1) for reader in readers]).double()
-    stream = moments.get((place.name, 'stream'))
-    hidden = moments[place.name, 'hidden' if stream else place.readers[0]]
-    if hidden.count < weight.shape[1]:
-        return []
-    # The outputs of the readers, which are linear in the channels.
-    hidden.xy, variance = hidden.xx @ weight.T, ((weight @ hidden.xx) * weight).sum(1)
-    if stream is None:
-        # Outputs of several layers, such as classes and boxes, have different units.
-        hidden.xy /= variance.clamp(min=1e-300).sqrt()
-        scale = float(len(weight))
-    else:
-        scale = stream.variance() * hidden.count
-    _, added = rank_channels(hidden, place.heads, weight.shape[1] // place.count)
-    losses = [0.0, *(float(added[place.count - count - 1]) / scale for count in possible_counts(place)[1:])]
+    stream, parts, scale = moments.get((place.name, 'stream')), [], 0.0
+    for names in place.readers_of_levels:
+        weight = torch.cat([input_weight(model.get_submodule(name)) for name in names]).double()
+        hidden = moments[place.name, 'hidden' if stream else names[0]]
+        if hidden.count < weight.shape[1]:
+            return []
+        # The outputs of the readers, which are linear in the channels.
+        hidden.xy, variance = hidden.xx @ weight.T, ((weight @ hidden.xx) * weight).sum(1)
+        if stream is None:
+            # Outputs of several layers, such as classes and boxes, have different units.
+            hidden.xy /= variance.clamp(min=1e-300).sqrt()
+            scale += len(weight)
+        else:
+            scale += stream.variance() * hidden.count
+        parts.append(hidden)
+    joint = join_channels(parts, place.count)
+    _, added = rank_channels(joint, place.heads, len(joint.xx) // place.count * place.group)
+    counts = possible_counts(place)
+    losses = [0.0, *(float(added[(place.count - count) // place.group - 1]) / scale for count in counts[1:])]
     if place.tokens:
         scale_qk = model.get_submodule(place.owner).qk_scale
         parts = output_parameters(model.get_submodule(place.writers[0]))
         lost = lost_logits(moments[place.name, 'queries'], moments[place.name, 'keys'], *parts, place.heads)
         # A small error e of the logits multiplies the weights of the values by about 1 + e.
         squares = lost.clamp(min=0) * scale_qk**2
-        for i, count in enumerate(possible_counts(place)[1:], 1):
+        for i, count in enumerate(counts[1:], 1):
             error = float(squares[:, count // place.heads].clamp(max=1.0).mean())
             losses[i] += error * float(variance.sum()) / scale
     return losses

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
-from mmdet.models.dense_heads import RetinaHead, RPNHead
+from mmdet.models.dense_heads import ATSSHead, FCOSHead, RetinaHead, RPNHead, RTMDetSepBNHead
 from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
-from mmdet.models.roi_heads import StandardRoIHead
+from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox2roi
 from torch import Tensor, nn
@@ -18,15 +19,16 @@ class Regions(NamedTuple):
     """What a teacher finds in a batch, and where fits of the heads look.
 
     Attributes:
-        weights: Weights of the positions of the dense head, the RPN or the head of RetinaNet, (B, 1, H, W) for each
-            level. One half of their sum is equal for all positions, the other half goes by the highest score of a
+        weights: Weights of the positions of the dense head, the RPN or the head of a single stage, (B, 1, H, W) for
+            each level. One half of their sum is equal for all positions, the other half goes by the highest score of a
             class: most positions show no object, and their outputs hardly matter.
-        proposals: Regions for the box head, (n, 5): the index of the image, x1, y1, x2, y2; None without a box head.
-        detections: Regions for the mask head, (n, 5).
+        proposals: Regions for the box head of each stage, (n, 5): the index of the image, x1, y1, x2, y2. The later
+            stages of a cascade read the regions that the teacher's earlier stages refined.
+        detections: Regions for the mask heads, (n, 5); None without regions for a box head.
     """
 
     weights: list[Tensor]
-    proposals: Tensor | None = None
+    proposals: Sequence[Tensor] = ()
     detections: Tensor | None = None
 
     def position_weights(self, head: str, level: int) -> Tensor | None:
@@ -35,12 +37,13 @@ class Regions(NamedTuple):
 
 
 def has_known_heads(model: nn.Module) -> bool:
-    """Whether :func:`run_heads` runs the heads of a detector: RetinaNet, or Faster or Mask R-CNN."""
+    """Whether :func:`run_heads` runs the heads: of a Faster, Mask or Cascade R-CNN, RetinaNet, ATSS, FCOS or RTMDet."""
     if isinstance(model, SingleStageDetector):
-        return type(model.bbox_head) is RetinaHead
-    return isinstance(model, TwoStageDetector) and (type(model.rpn_head), type(model.roi_head)) == (
-        RPNHead,
-        StandardRoIHead,
+        return type(model.bbox_head) in (RetinaHead, ATSSHead, FCOSHead, RTMDetSepBNHead)
+    return (
+        isinstance(model, TwoStageDetector)
+        and type(model.rpn_head) is RPNHead
+        and type(model.roi_head) in (StandardRoIHead, CascadeRoIHead)
     )
 
 
@@ -55,17 +58,33 @@ def find_regions(model: nn.Module, images: Tensor, samples: Sequence[DetDataSamp
     if not two_stages:
         return Regions(weights)
     proposals = model.rpn_head.predict(maps, samples, rescale=False)
-    found = model.roi_head.predict_bbox(maps, metas, proposals, model.roi_head.test_cfg, rescale=False)
-    return Regions(weights, *(bbox2roi([part.bboxes for part in parts]) for parts in (proposals, found)))
+    rois = bbox2roi([part.bboxes for part in proposals])
+    stages = []
+    with ExitStack() as stack:
+        for extractor in _box_extractors(model.roi_head):
+            hook = extractor.register_forward_pre_hook(lambda module, args: stages.append(args[1].clone()))
+            stack.callback(hook.remove)
+        found = model.roi_head.predict_bbox(maps, metas, proposals, model.roi_head.test_cfg, rescale=False)
+    # Without proposals no box head runs.
+    stages = stages or [rois] * len(_box_extractors(model.roi_head))
+    return Regions(weights, stages, bbox2roi([part.bboxes for part in found]))
 
 
 def run_heads(model: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:
     """Runs the heads on the maps of the neck; regions of images that are not in ``maps`` are left out."""
-    if regions.proposals is None:
+    if not regions.proposals:
         model.bbox_head(maps)
         return
     model.rpn_head(maps)
-    proposals, detections = (x[x[:, 0] < len(maps[0])] for x in (regions.proposals, regions.detections))
-    model.roi_head._bbox_forward(maps, proposals)
-    if model.with_mask:
-        model.roi_head._mask_forward(maps, detections)
+    roi_head, detections = model.roi_head, regions.detections
+    stages = [(stage,) if isinstance(roi_head, CascadeRoIHead) else () for stage in range(len(regions.proposals))]
+    for stage, rois in zip(stages, regions.proposals, strict=True):
+        roi_head._bbox_forward(*stage, maps, rois[rois[:, 0] < len(maps[0])])
+    for stage in stages if model.with_mask else ():
+        roi_head._mask_forward(*stage, maps, detections[detections[:, 0] < len(maps[0])])
+
+
+def _box_extractors(roi_head: nn.Module) -> Sequence[nn.Module]:
+    """The RoI extractors of the box heads, one for each stage."""
+    extractors = roi_head.bbox_roi_extractor
+    return extractors if isinstance(extractors, nn.ModuleList) else [extractors]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -124,6 +124,13 @@ class CrossMoments:
             other.mean_y, other.xy, other.yy = self.mean_y / unit, self.xy / unit, self.yy / unit.square()
         return other
 
+    def subtract_from_target(self, shift: Tensor) -> CrossMoments:
+        """Returns the sums for the target ``y - shift``, shift (C_y,)."""
+        other = copy(self)
+        if self.count:
+            other.mean_y = self.mean_y - shift
+        return other
+
     def select(self, channels: Tensor) -> CrossMoments:
         """Returns the sums for the channels of x with these indices."""
         other = copy(self)
@@ -151,6 +158,29 @@ class CrossMoments:
     def mean_square(self) -> float:
         """The mean of ``|y|^2`` over tokens, which is the squared error without a fit."""
         return float(self.yy.sum() / self.count + self.mean_y.square().sum())
+
+
+def join_channels(parts: Sequence[CrossMoments], channels: int) -> CrossMoments:
+    """Joins regressions on the same channels, each of its own tokens and targets, for :func:`rank_channels`.
+
+    A channel has its columns of the first regression, then those of the second and so on.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    columns = [len(part.xx) // channels for part in parts]
+    outputs = [part.xy.shape[1] for part in parts]
+    joint, width = CrossMoments(), sum(columns)
+    joint.count = sum(part.count for part in parts)
+    joint.xx = parts[0].xx.new_zeros(channels, width, channels, width)
+    joint.xy = parts[0].xy.new_zeros(channels, width, sum(outputs))
+    column = output = 0
+    for part, k, n in zip(parts, columns, outputs, strict=True):
+        own = slice(column, column + k)
+        joint.xx[:, own, :, own] = part.xx.view(channels, k, channels, k)
+        joint.xy[:, own, output : output + n] = part.xy.view(channels, k, n)
+        column, output = column + k, output + n
+    joint.xx, joint.xy = joint.xx.flatten(2).flatten(0, 1), joint.xy.flatten(0, 1)
+    return joint
 
 
 def measured_part(moments: CrossMoments, held_out: CrossMoments) -> CrossMoments:

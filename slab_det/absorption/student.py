@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,10 +16,12 @@ from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionRepo
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import (
+    Affine,
     CrossMoments,
     choose_fit,
     columns_of,
     diagonal_fit,
+    join_channels,
     measured_part,
     rank_channels,
     reduce_rank,
@@ -29,9 +31,11 @@ from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import (
     HiddenChannels,
     find_channels,
+    input_weight,
     keep_channels,
     output_parameters,
     resize_channels,
+    set_input_weight,
 )
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report
 from slab_det.fusion.fusion_report import FusionReport
@@ -270,20 +274,26 @@ class Absorption:
 
     def _fit_readers(self, block: str, finish: str, place: HiddenChannels, kept: int) -> None:
         """Prunes channels of a head, and fits the layers that read them so that their outputs are the teacher's."""
-        moments, readers = _empty_moments(self.plan.int8), [*map(self.model.get_submodule, place.readers)]
+        levels = place.readers_of_levels
+        moments = [_empty_moments(self.plan.int8) for _ in levels]
+        probes = [Probe(names[0], side) for names in levels for side in ('input', 'output')]
         outputs = [Probe(reader, 'output') for reader in place.readers]
         for batch in self.batches():
-            targets = self.teacher.run_calls(batch, block, outputs, finish)
-            sources, own = self.student.run_calls(batch, block, [Probe(place.readers[0], 'input'), outputs[0]], finish)
-            # A head runs once on each level of the neck.
-            for level, (source, output, *parts) in enumerate(zip(sources, own, *targets, strict=True)):
-                weight = self.plan.images.regions[batch].position_weights(block, level)
-                weight = None if weight is None else output_tokens(weight)
-                target = torch.cat([*map(output_tokens, parts)], -1)
-                moments[is_held_out(batch)].add(input_tokens(readers[0], source, output), target, weight)
-            del targets, sources, own
-        _check_finite(place.name, *moments)
-        left = _prune(self.model, place, kept, *moments)
+            targets = dict(zip(place.readers, self.teacher.run_calls(batch, block, outputs, finish), strict=True))
+            own = iter(self.student.run_calls(batch, block, probes, finish))
+            for level, names in enumerate(levels):
+                layers = [*map(self.model.get_submodule, names)]
+                # A head runs once on each level of the neck, either all of its layers or those of the level.
+                calls = zip(next(own), next(own), *map(targets.get, names), strict=True)
+                for call, (source, output, *parts) in enumerate(calls):
+                    weight = self.plan.images.regions[batch].position_weights(block, level + call)
+                    weight = None if weight is None else output_tokens(weight)
+                    target = torch.cat([*map(output_tokens, parts, layers)], -1)
+                    moments[level][is_held_out(batch)].add(input_tokens(layers[0], source, output), target, weight)
+                    del source, output, parts
+            del targets, own
+        _check_finite(place.name, *(part for parts in moments for part in parts))
+        left = _prune(self.model, place, kept, moments)
         self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left))
 
     def _fit_writer(
@@ -313,9 +323,10 @@ class Absorption:
             place, kept = pruned
             for part in {moments[0], measured_part(*moments)}:
                 # The target becomes the whole output that the layer should have, not only the error before.
-                part.add_to_target(layer.weight.detach().flatten(1), layer.bias.detach())
+                bias = torch.zeros_like(part.mean_y) if layer.bias is None else layer.bias.detach()
+                part.add_to_target(layer.weight.detach().flatten(1), bias)
             share = measured_part(*moments).variance() / measured_part(*streams).variance()
-            left = share * _prune(self.model, place, kept, *moments)
+            left = share * _prune(self.model, place, kept, [moments])
             logits = self.lost_logits.get(place.name)
             self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left, logits=logits))
         else:
@@ -343,31 +354,75 @@ def _refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossM
 
 
 @torch.no_grad()
-def _prune(model: nn.Module, place: HiddenChannels, kept: int, moments: CrossMoments, held_out: CrossMoments) -> float:
-    """Removes hidden channels, the inputs of the moments, and refits the layers that read them.
+def _prune(
+    model: nn.Module, place: HiddenChannels, kept: int, levels: Sequence[tuple[CrossMoments, CrossMoments]]
+) -> float:
+    """Removes hidden channels and refits the layers that read them.
 
-    Returns the squared error over the variance of the targets.
+    Args:
+        model: The student.
+        place: The place of the channels.
+        kept: Number of channels to leave.
+        levels: The sums to fit and to hold out, for the readers of each level: the channels and the readers' outputs.
+
+    Returns:
+        The squared error over the variance of the targets, the mean over levels.
     """
-    readers = [*map(model.get_submodule, place.readers)]
-    weight = torch.cat([reader.weight.flatten(1) for reader in readers]).double()
-    columns = weight.shape[1] // place.count
+    readers = [[*map(model.get_submodule, names)] for names in place.readers_of_levels]
+    weights = [torch.cat([*map(input_weight, layers)]).double() for layers in readers]
     # Outputs of several layers, such as classes and boxes, have different units.
-    unit = moments.deviation() if len(readers) > 1 else torch.ones_like(moments.mean_y)
-    weight, moments, held_out = weight / unit[:, None], moments.divide_target(unit), held_out.divide_target(unit)
-    stay = rank_channels(moments, place.heads, columns)[0][-kept:].sort().values
-    inputs = columns_of(stay, columns)
-    # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
-    priors = moments.project(weight, inputs), weight[:, inputs]
-    moments, held_out = moments.select(inputs), held_out.select(inputs)
-    judge = measured_part(moments, held_out)
-    fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
+    apart = len(place.readers) > 1
+    units = [moments.deviation() if apart else torch.ones_like(moments.mean_y) for moments, _ in levels]
+    weights = [weight / unit[:, None] for weight, unit in zip(weights, units, strict=True)]
+    targets = [[part.divide_target(unit) for part in parts] for parts, unit in zip(levels, units, strict=True)]
+    fitted = [
+        [_without_bias(part, layers, unit) for part in parts]
+        for parts, layers, unit in zip(targets, readers, units, strict=True)
+    ]
+    joint = join_channels([moments for moments, _ in fitted], place.count)
+    order, _ = rank_channels(joint, place.heads, len(joint.xx) // place.count * place.group)
+    stay = columns_of(order[-kept // place.group :].sort().values, place.group)
+    fits, errors = [], []
+    for weight, target, (moments, held_out), layers, unit in zip(weights, targets, fitted, readers, units, strict=True):
+        inputs = columns_of(stay, weight.shape[1] // place.count)
+        # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
+        priors = moments.project(weight, inputs), weight[:, inputs]
+        moments, held_out = moments.select(inputs), held_out.select(inputs)
+        judge = measured_part(moments, held_out)
+        fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
+        fits.append(Affine(fit.matrix * unit[:, None], fit.shift * unit))
+        shift = fit.shift + _fixed_bias(layers, unit)
+        errors.append(measured_part(*target).select(inputs).unexplained(fit._replace(shift=shift)))
     keep_channels(model, place, stay)
-    sizes = [len(reader.weight) for reader in readers]
-    matrices, shifts = (fit.matrix * unit[:, None]).split(sizes), (fit.shift * unit).split(sizes)
-    for reader, matrix, shift in zip(readers, matrices, shifts, strict=True):
-        reader.weight.copy_(matrix.view_as(reader.weight))
-        reader.bias.copy_(shift)
-    return judge.unexplained(fit)
+    for fit, layers in zip(fits, readers, strict=True):
+        sizes = [len(input_weight(layer)) for layer in layers]
+        for layer, matrix, shift in zip(layers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
+            set_input_weight(layer, matrix)
+            if not _has_fixed_bias(layers):
+                layer.bias.copy_(shift)
+    return sum(errors) / len(errors)
+
+
+def _has_fixed_bias(readers: Iterable[nn.Module]) -> bool:
+    """Whether readers keep their bias: one has none, or is a transposed convolution, whose outputs share one."""
+    return any(layer.bias is None or isinstance(layer, nn.ConvTranspose2d) for layer in readers)
+
+
+def _fixed_bias(readers: Iterable[nn.Module], unit: Tensor) -> Tensor:
+    """The bias of each output of readers, over its unit, where they keep it; otherwise 0."""
+    biases = []
+    for layer in readers:
+        rows = len(input_weight(layer))
+        fixed = _has_fixed_bias(readers) and layer.bias is not None
+        biases.append(layer.bias.repeat_interleave(rows // len(layer.bias)) if fixed else unit.new_zeros(rows))
+    return torch.cat(biases) / unit
+
+
+def _without_bias(moments: CrossMoments, readers: Iterable[nn.Module], unit: Tensor) -> CrossMoments:
+    """The sums for a fit of the readers: about zero and without the bias if they keep it."""
+    if not _has_fixed_bias(readers):
+        return moments
+    return moments.subtract_from_target(_fixed_bias(readers, unit)).about_zero()
 
 
 def _kept_channels(report: AbsorptionReport) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Least number of positions of a map on which a convolution is fitted; the input at each is a patch.
@@ -21,17 +22,21 @@ def sample_rows(output: Tensor) -> Tensor:
 def sample_patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
     """The input patches of a convolution for the rows of :func:`sample_rows`, (B, N, C_in k k)."""
     stride = conv.stride[0] * row_step(output), conv.stride[1]
-    return nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
+    return F.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
 
 
 def input_tokens(layer: nn.Module, source: Tensor, output: Tensor) -> Tensor:
     """Inputs of a layer at some positions, one column per weight of an output: of many regions only some."""
+    if isinstance(layer, nn.ConvTranspose2d):
+        return output_tokens(source)
     some = slice(None, None, _region_step(output))
     return sample_patches(layer, source[some], output[some]) if isinstance(layer, nn.Conv2d) else source
 
 
-def output_tokens(output: Tensor) -> Tensor:
-    """The outputs for :func:`input_tokens`."""
+def output_tokens(output: Tensor, layer: nn.Module | None = None) -> Tensor:
+    """The outputs of a layer for :func:`input_tokens`, one column per row of its weight; or another map's values."""
+    if isinstance(layer, nn.ConvTranspose2d):
+        output = F.pixel_unshuffle(output, layer.stride[0])
     return sample_rows(output[:: _region_step(output)]) if output.ndim == 4 else output
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from mmcv.cnn import Conv2d, Linear
+from mmcv.cnn import Conv2d, ConvTranspose2d, Linear
+from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -19,6 +20,8 @@ from slab_det.norms.folds import CannotFold, Channels, find_hooks, find_rule
 ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)
 # Exact types, as in slab_det.fusion.affine, and the output projection of an nn.MultiheadAttention.
 LINEAR, CONV = (nn.Linear, Linear, NonDynamicallyQuantizableLinear), (nn.Conv2d, Conv2d)
+CONV_TRANSPOSE = nn.ConvTranspose2d, ConvTranspose2d
+BATCH_NORM = nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class HiddenChannels:
         name: Dotted name of the place in the model, as are the names of layers.
         owner: Name of the module whose rule names the place.
         count: Number of channels; of one of q, k and v in an attention.
+        group: Number of consecutive channels that go together, because a group norm mixes them.
         reason: Why no channel can be removed, or ''.
     """
 
@@ -39,8 +43,16 @@ class HiddenChannels:
     between: tuple[str, ...] = ()
     heads: int = 1
     tokens: tuple[tuple[str, str], ...] = ()
+    levels: int = 1
     count: int = 0
+    group: int = 1
     reason: str = ''
+
+    @property
+    def readers_of_levels(self) -> list[tuple[str, ...]]:
+        """The readers of each level; one entry where levels have no readers of their own."""
+        number = len(self.readers) // self.levels
+        return [self.readers[i : i + number] for i in range(0, len(self.readers), number)]
 
     def first(self, count: int) -> Tensor:
         """The indices of the first channels of each head, ``count`` in all."""
@@ -66,7 +78,8 @@ def find_channels(model: nn.Module) -> dict[str, HiddenChannels]:
         for values in found:
             layers = [tuple(join_names(owner, layer) for layer in part) for part in values[1:4]]
             tokens = tuple((join_names(owner, name) or owner, side) for name, side in values.tokens)
-            place = HiddenChannels(join_names(owner, values.name) or owner, owner, *layers, values.heads, tokens)
+            name = join_names(owner, values.name) or owner
+            place = HiddenChannels(name, owner, *layers, values.heads, tokens, values.levels)
             places[place.name] = _check(model, place, uses)
     return places
 
@@ -78,32 +91,58 @@ def _check(model: nn.Module, place: HiddenChannels, uses: Mapping[int, int]) -> 
     )
     rows, _ = output_parameters(writers[0]) or (torch.empty(0), None)
     count, reason = len(rows) // (3 if place.tokens else 1), ''
+    group = max([1, *(layer.num_channels // layer.num_groups for layer in between if type(layer) is nn.GroupNorm)])
     for layer in between:
-        if type(layer) not in ELEMENTWISE and not _is_depthwise(layer):
+        if type(layer) not in (*ELEMENTWISE, *BATCH_NORM, nn.GroupNorm) and not _is_depthwise(layer):
             reason = f'a {type(layer).__name__} stands between its layers'
     for layer in (*writers, *readers):
-        if output_parameters(layer) is None or getattr(layer, 'groups', 1) > 1:
+        if output_parameters(layer) is None or getattr(layer, 'groups', 1) > 1 or not _is_apart(layer):
             reason = f'one of its layers is a {type(layer).__name__}, or computes its weight'
-        elif layer in readers and layer.bias is None:
-            reason = 'its layers have no bias'
     if any(uses[id(p)] > 1 for layer in (*writers, *between, *readers) for p in layer.parameters()):
         reason = 'its layers share weights with others'
     if any(map(find_hooks, model.get_submodule(place.owner).modules())):
         reason = 'it has hooks, which may expect all channels'
-    return HiddenChannels(**vars(place) | dict(count=0 if reason else count, reason=reason))
+    return HiddenChannels(**vars(place) | dict(count=0 if reason else count, group=group, reason=reason))
 
 
 def _is_depthwise(layer: nn.Module) -> bool:
     return type(layer) in CONV and layer.groups == layer.in_channels == layer.out_channels
 
 
+def _is_apart(layer: nn.Module) -> bool:
+    """Whether each output of a layer, if it is a transposed convolution, reads one position of the input."""
+    if type(layer) not in CONV_TRANSPOSE:
+        return True
+    side = layer.kernel_size[0]
+    return layer.kernel_size == layer.stride == (side, side) and {*layer.padding, *layer.output_padding} == {0}
+
+
 def output_parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """The parameters whose rows are the outputs of a layer; None for a layer of another kind."""
     names = ('in_proj_weight', 'in_proj_bias') if type(layer) is nn.MultiheadAttention else ('weight', 'bias')
-    if type(layer) not in (*LINEAR, *CONV, nn.MultiheadAttention) or not {*names} <= layer._parameters.keys():
+    kinds = *LINEAR, *CONV, *CONV_TRANSPOSE, nn.MultiheadAttention
+    if type(layer) not in kinds or not {*names} <= layer._parameters.keys():
         return None
     weight, bias = map(layer._parameters.get, names)
-    return None if weight is None else (weight, bias)
+    if weight is None:
+        return None
+    return weight.transpose(0, 1) if type(layer) in CONV_TRANSPOSE else weight, bias
+
+
+def input_weight(layer: nn.Module) -> Tensor:
+    """The weight of a reader, (outputs, inputs); a transposed convolution has an output per position of its kernel."""
+    weight = layer.weight.detach()
+    return weight.permute(1, 2, 3, 0).flatten(0, 2) if type(layer) in CONV_TRANSPOSE else weight.flatten(1)
+
+
+@torch.no_grad()
+def set_input_weight(layer: nn.Module, matrix: Tensor) -> None:
+    """Writes what :func:`input_weight` reads."""
+    if type(layer) in CONV_TRANSPOSE:
+        inputs, *others = layer.weight.shape
+        layer.weight.copy_(matrix.view(*others, inputs).permute(3, 0, 1, 2))
+    else:
+        layer.weight.copy_(matrix.view_as(layer.weight))
 
 
 @torch.no_grad()
@@ -113,23 +152,32 @@ def keep_channels(model: nn.Module, place: HiddenChannels, stay: Tensor) -> None
     Args:
         model: The model.
         place: A place that :func:`find_channels` found in it, without ``reason``.
-        stay: Indices of the channels that stay, (K,), in ascending order and an equal number for each head. In an
-            attention they are those of v; of q and k stay the first channels of each head.
+        stay: Indices of the channels that stay, (K,), in ascending order, an equal number for each head, in whole
+            groups. In an attention they are those of v; of q and k stay the first channels of each head.
     """
     rows = place.rows(stay)
     for name in (*place.writers, *place.between):
         layer = model.get_submodule(name)
         for key, parameter in layer.named_parameters(recurse=False):
-            _set_parameter(layer, key, parameter[rows.to(parameter.device)])
-        if type(layer) in LINEAR:
+            side = 1 if type(layer) in CONV_TRANSPOSE and key == 'weight' else 0
+            _set_parameter(layer, key, parameter.index_select(side, rows.to(parameter.device)))
+        for key, buffer in layer.named_buffers(recurse=False):
+            if buffer.ndim:
+                setattr(layer, key, buffer[rows.to(buffer.device)])
+        if type(layer) is nn.GroupNorm:
+            layer.num_channels, layer.num_groups = len(rows), len(rows) // place.group
+        elif type(layer) in BATCH_NORM:
+            layer.num_features = len(rows)
+        elif type(layer) in LINEAR:
             layer.out_features = len(rows)
-        elif type(layer) in CONV:
+        elif type(layer) in (*CONV, *CONV_TRANSPOSE):
             layer.out_channels = len(rows)
         if name in place.between and type(layer) in CONV:
             layer.in_channels = layer.groups = len(rows)
     for layer in map(model.get_submodule, place.readers):
-        _set_parameter(layer, 'weight', layer.weight[:, stay.to(layer.weight.device)])
-        setattr(layer, 'in_channels' if type(layer) in CONV else 'in_features', len(stay))
+        side = 0 if type(layer) in CONV_TRANSPOSE else 1
+        _set_parameter(layer, 'weight', layer.weight.index_select(side, stay.to(layer.weight.device)))
+        setattr(layer, 'in_features' if type(layer) in LINEAR else 'in_channels', len(stay))
     if place.tokens:
         model.get_submodule(place.owner).keep_head_dims(len(stay) // place.heads, rows)
 
@@ -147,7 +195,7 @@ def resize_channels(model: nn.Module, counts: Mapping[str, int]) -> None:
     places = find_channels(model)
     for name, count in counts.items():
         place = places.get(name)
-        if place is None or not count <= place.count or count % place.heads:
+        if place is None or not count <= place.count or count % (place.heads * place.group):
             why = 'it is not there' if place is None else place.reason or f'it has {place.count} channels'
             raise FusionError(f'{name}: the config leaves {count} channels of another model: {why}')
         keep_channels(model, place, place.first(count))

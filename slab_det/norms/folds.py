@@ -63,10 +63,11 @@ class Channels(NamedTuple):
         name: Name of the place; '' for the module itself.
         writers: Layers whose outputs are the channels. The layer of an attention writes q, k and v, one after another.
         readers: The layers that read the channels.
-        between: What stands between, in any order: activations and depthwise convolutions.
+        between: What stands between, in any order: activations, depthwise convolutions, batch norms and group norms.
         heads: Number of attention heads, consecutive channels of equal number. An equal number stays in each head.
         tokens: In an attention, the tokens that queries come from and the tokens that keys come from, each as the
             name of a module and its side, 'input' or 'output'.
+        levels: Number of levels of a neck, if each has readers of its own: consecutive ``readers`` of equal number.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Channels(NamedTuple):
     between: tuple[str, ...] = ()
     heads: int = 1
     tokens: tuple[tuple[str, str], ...] = ()
+    levels: int = 1
 
 
 # The module with the rules for a library, by the library's name; imported at the first use, because it takes seconds.

@@ -23,25 +23,55 @@ from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
-from slab_det.fusion.channels import find_channels, output_parameters, resize_channels
+from slab_det.fusion.channels import find_channels, input_weight, output_parameters, resize_channels, set_input_weight
 from slab_det.runtime.tensors import tensors_in
 
 IMAGES = pictures(5, (34, 70))
 
 
-def build_retinanet():
-    cfg = small_mmdet_cfg('retinanet/retinanet_r50_fpn_1x_coco', dict(SWIN, type='SLABSwin'))
-    cfg.bbox_head.update(stacked_convs=2, feat_channels=16)
+def build(cfg):
     model = as_trained(MODELS.build(cfg))
     model.cfg = cfg
     return model
+
+
+def build_single_stage(name='retinanet/retinanet_r50_fpn_1x_coco', **head):
+    cfg = small_mmdet_cfg(name, dict(SWIN, type='SLABSwin'))
+    cfg.bbox_head.update(stacked_convs=2, feat_channels=16, **head)
+    return build(cfg)
+
+
+def build_rtmdet():
+    """RTMDet's head on an FPN, since its own neck takes few sizes of images."""
+    cfg = small_mmdet_cfg('atss/atss_r50_fpn_1x_coco', dict(SWIN, type='SLABSwin'))
+    head = Config.fromstring("_base_ = ['mmdet::rtmdet/rtmdet_l_8xb32-300e_coco.py']", '.py').model.bbox_head
+    head.update(in_channels=16, feat_channels=16, num_classes=3, with_objectness=True)
+    # Coarser levels of small images have too few positions.
+    cfg.neck.num_outs = 3
+    cfg.type, cfg.bbox_head = 'RTMDet', head
+    return build(cfg)
+
+
+def build_cascade():
+    cfg = small_mmdet_cfg('cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco', dict(SWIN, type='SLABSwin'))
+    cfg.roi_head.mask_roi_extractor.out_channels = 16
+    cfg.roi_head.mask_head.update(in_channels=16, conv_out_channels=16, num_convs=2, num_classes=3)
+    cfg.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
+    cfg.test_cfg.rcnn.max_per_img = 20
+    return build(cfg)
 
 
 TEACHERS = {
     'SLABSwin': lambda: build_teacher('SLABSwin'),
     'SwinTransformer': lambda: build_teacher('SwinTransformer', 'faster_rcnn'),
     'PyramidVisionTransformer': lambda: build_teacher('PyramidVisionTransformer', 'faster_rcnn'),
-    'RetinaNet': build_retinanet,
+    'RetinaNet': build_single_stage,
+    'ATSS': lambda: build_single_stage('atss/atss_r50_fpn_1x_coco', norm_cfg=dict(type='GN', num_groups=4)),
+    'FCOS': lambda: build_single_stage(
+        'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco', norm_cfg=dict(type='GN', num_groups=8), centerness_on_reg=True
+    ),
+    'RTMDet': build_rtmdet,
+    'CascadeRCNN': build_cascade,
 }
 
 
@@ -57,7 +87,8 @@ def outputs(model, image):
     """The maps of the neck and what the heads compute from them."""
     with torch.no_grad():
         if hasattr(model, 'roi_head'):
-            return [*model.extract_feat(image), *raw_outputs(model, image)]
+            # A cascade returns lists of its stages.
+            return [*model.extract_feat(image), *tensors_in(raw_outputs(model, image))]
         maps = model.extract_feat(image)
         return [*maps, *(x for level in model.bbox_head(maps) for x in level)]
 
@@ -90,22 +121,25 @@ def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
 
 
 def add_twins(model, places):
-    """Makes the second half of the channels of each head twice the first half; q and k lose half of their rank."""
+    """Makes the second half of the channels of each head like the first half, and twice as large where no norm follows;
+    q and k lose half of their rank."""
     for place in places:
-        for name in place.writers:
-            weight, bias = output_parameters(model.get_submodule(name))
-            parts = 3 if place.tokens else 1
-            for rows in (x.data.unflatten(0, (parts, place.heads, -1)) for x in (weight, bias)):
-                first, second = rows.chunk(2, 2)
-                second.copy_(2 * first)
+        writers, between = ([*map(model.get_submodule, names)] for names in (place.writers, place.between))
+        norms = [x for layer in between for x in layer.state_dict().values() if x.ndim]
+        parts = 3 if place.tokens else 1
+        for x in (*filter(torch.is_tensor, (x for layer in writers for x in output_parameters(layer))), *norms):
+            first, second = x.data.unflatten(0, (parts, place.heads, -1)).chunk(2, 2)
+            second.copy_(first if norms else 2 * first)
 
 
-def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(tmp_path):
-    model = build_teacher('SLABSwin', act_cfg=dict(type='ReLU')).double()
+@pytest.mark.parametrize('build', [build_teacher, TEACHERS['ATSS'], build_rtmdet])
+def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build, tmp_path):
+    model = build(act_cfg=dict(type='ReLU')) if build is build_teacher else build()
+    model = model.double()
     # At other places neither layers nor ReLU keep the pairs.
     places = [place for place in find_channels(model).values() if place.tokens or not place.name.startswith('backbone')]
     add_twins(model, places)
-    assert len(places) == 9, places
+    assert len(places) == (11 if build is build_teacher else 9), places
     counts = {place.name: place.count // 2 for place in places}
     images = [image.double() for image in pictures(10)]
     plan = make_plan(model, images, tmp_path, channels='everywhere', norms=False)
@@ -121,6 +155,8 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(tmp_p
         maps = model.extract_feat(image)
 
         def head_outputs(net):
+            if not hasattr(net, 'roi_head'):
+                return net.bbox_head(maps)
             box, mask = net.roi_head._bbox_forward(maps, regions.double()), net.roi_head._mask_forward
             return net.rpn_head(maps), box['cls_score'], box['bbox_pred'], mask(maps, regions.double())['mask_preds']
 
@@ -134,7 +170,24 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(tmp_p
             assert max(losses) < 2e-2 if net is student else min(losses) > 0.1, losses
 
 
-@pytest.mark.parametrize('build', [build_retinanet, build_teacher])
+def test_channels_that_no_layer_reads_can_go_without_any_change(teacher):
+    model = teacher.double()
+    places = {name: place for name, place in find_channels(model).items() if not name.startswith('backbone')}
+    counts = {name: place.count // 2 for name, place in places.items()}
+    assert len(places) >= 3 and all(counts.values()), places
+    for name, place in places.items():
+        for layer in map(model.get_submodule, place.readers):
+            weight = input_weight(layer).clone()
+            weight.unflatten(1, (place.count, -1))[:, counts[name] :] = 0
+            set_input_weight(layer, weight)
+    pruned = copy.deepcopy(model)
+    resize_channels(pruned, counts)
+    image = pictures(1, (75, 101), seed=5)[0].double()
+    assert relative_difference(outputs(pruned, image), outputs(model, image)) < 1e-9
+    assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize('build', [build_single_stage, build_teacher])
 def test_half_of_the_weight_of_positions_goes_by_the_scores_of_the_teacher(build):
     model, images = build(), torch.cat(pictures(2, (34, 70)))
     shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), (34, 70))
@@ -148,6 +201,21 @@ def test_half_of_the_weight_of_positions_goes_by_the_scores_of_the_teacher(build
     assert [x.shape[2:] for x in weights] == [x.shape[2:] for x in logits]
     torch.testing.assert_close(torch.cat([x.flatten() for x in weights]), 0.5 + 0.5 * scores / scores.mean())
     assert regions.position_weights('roi_head.bbox_head', 0) is None
+
+
+def test_later_stages_of_a_cascade_are_fitted_at_the_regions_that_earlier_stages_refined():
+    model, image = build_cascade(), IMAGES[0]
+    metas = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), (34, 70))
+    regions = find_regions(model, image, [DetDataSample(metainfo=dict(metas, scale_factor=(1.0, 1.0)))])
+    assert len(regions.proposals) == 3
+    maps = model.extract_feat(image)
+    for stage, head in enumerate(model.roi_head.bbox_head[:2]):
+        rois = regions.proposals[stage]
+        with torch.no_grad():
+            found = model.roi_head._bbox_forward(stage, maps, rois)
+        labels = found['cls_score'][:, :-1].argmax(1)
+        boxes = head.regress_by_class(rois[:, 1:], labels, found['bbox_pred'], metas)
+        torch.testing.assert_close(regions.proposals[stage + 1][:, 1:], boxes)
 
 
 def test_auto_takes_the_least_share_that_agrees(monkeypatch, capsys):
@@ -173,7 +241,7 @@ def test_auto_takes_the_least_share_that_agrees(monkeypatch, capsys):
 
 
 def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):
-    model, fit, fitted = build_retinanet(), Absorption.fit_block, []
+    model, fit, fitted = build_single_stage(), Absorption.fit_block, []
     monkeypatch.setattr(Absorption, 'fit_block', lambda self, block: fitted.append(block) or fit(self, block))
     options = dict(keep=0, channels=0.8, progress=False)
     student, *again = (absorb(model, IMAGES, **options, work_dir=tmp_path) for _ in range(2))
@@ -182,7 +250,7 @@ def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):
 
 
 def test_wrong_shares_are_named():
-    model = build_retinanet()
+    model = build_single_stage()
     for options, message in (
         *(
             (dict(channels=share), f'channels={share!r}: give the share')
