@@ -75,6 +75,6 @@ def sample_maps(
         values.contiguous(), numbers(levels, values.device, torch.int32), references.contiguous(),
         offsets.contiguous(), logits.contiguous(), out, images * queries, queries, keys, heads,
         L=num_levels, P=points, SAMPLES=triton.next_power_of_2(num_levels * points), REF=references.shape[-1],
-        C=channels, CHANNELS=triton.next_power_of_2(channels), ROWS=32,
+        C=channels, CHANNELS=triton.next_power_of_2(channels), ROWS=32, num_warps=8,
     )  # fmt: skip
     return out
