@@ -58,18 +58,20 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
             parser = argparse.ArgumentParser(description=sys.modules[function.__module__].__doc__)
             add_arguments(parser)
             args = parser.parse_args()
-            import slab_det
-
-            slab_det.register()
-            slab_det.runtime.install()
-            from slab_det.runtime.errors import SlabDetError, describe_error
-
+            # The imports take seconds, in which Ctrl-C comes too.
             try:
-                with _leave_on_termination():
-                    function(args)
-            except (SlabDetError, OSError) as error:
-                print(f'error: {describe_error(error)}', file=sys.stderr)
-                raise SystemExit(1) from error
+                import slab_det
+
+                slab_det.register()
+                slab_det.runtime.install()
+                from slab_det.runtime.errors import SlabDetError, describe_error
+
+                try:
+                    with _leave_on_termination():
+                        function(args)
+                except (SlabDetError, OSError) as error:
+                    print(f'error: {describe_error(error)}', file=sys.stderr)
+                    raise SystemExit(1) from error
             except KeyboardInterrupt:
                 # 130 is the exit code of shells after Ctrl-C.
                 raise SystemExit(130) from None

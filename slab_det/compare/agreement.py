@@ -173,9 +173,9 @@ def expected_loss(value: float, ap: float = ASSUMED_AP) -> float:
     """Estimates the AP, in [0, 1], that a student with this agreement loses if its teacher has the AP ``ap``.
 
     The loss grows with the square of the teacher's AP: a teacher that is seldom right loses little to another one that
-    is as seldom right elsewhere.
+    is as seldom right elsewhere. It is at most ``ap``.
     """
-    return LOSS * (ap * (1 - value)) ** 2
+    return min(LOSS * (ap * (1 - value)) ** 2, ap)
 
 
 def describe_loss(value: float) -> str:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -212,7 +214,10 @@ class _Search:
         turns.budget.prediction = float(np.median(self.records.times(BASE.key))) / 1e3
         originals = list(list_forms(turns.device))
         turns.say(f'The original detector in {len(originals)} forms:')
-        self.measure(originals, FIRST_ROUNDS)
+        # In parts, so that a long export takes no time from forms that need none.
+        effort = attrgetter('effort')
+        for _, forms in groupby(sorted(originals, key=effort), key=effort):
+            self.measure([*forms], FIRST_ROUNDS)
         # What a variant is tried in depends on all of them, but for those that no call of these minutes can measure.
         if any(seconds <= turns.budget.seconds for seconds in turns.late.values()):
             self.late.append('removing channels and norms was not tried')
@@ -221,11 +226,12 @@ class _Search:
             self._try_variants()
         left = [form for form in self.forms.values() if self._is_left(form)]
         rounds = max(ROUNDS, len(turns.images))
-        turns.say(f'{len(left)} forms are left:')
+        turns.say(f'{len(left)} {"form is" if len(left) == 1 else "forms are"} left:')
         self.measure(left, rounds)
         unfinished = [form for form in left if form.key in self.forms and self.records.count(form.key) < rounds]
         if unfinished:
-            self.late.append(f'{len(unfinished)} forms have fewer than {rounds} rounds')
+            forms = 'form has' if len(unfinished) == 1 else 'forms have'
+            self.late.append(f'{len(unfinished)} {forms} fewer than {rounds} rounds')
         chosen, ties = choose(self.measured(), self.max_loss)
         while eval and chosen not in self.evaluation.found:
             self.evaluation.measure(self.forms[chosen])

@@ -185,3 +185,5 @@ def test_the_expected_loss_grows_with_the_square_of_the_teachers_ap():
         assert expected_loss(value, ap) == pytest.approx(loss, abs=0.01)
     assert expected_loss(1.0) == 0 and expected_loss(0.8, 0.2) == pytest.approx(expected_loss(0.8, 0.4) / 4)
     assert least_agreement(expected_loss(0.83, 0.3), 0.3) == pytest.approx(0.83)
+    # Nobody can lose more than there is.
+    assert expected_loss(0.0, 0.5) == 0.5

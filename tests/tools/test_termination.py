@@ -8,6 +8,8 @@ import sys
 
 from conftest import CONFIGS
 
+import slab_det
+
 COMMAND = """
 import sys, tempfile, time
 from slab_det.cli import command
@@ -39,3 +41,12 @@ def test_a_command_restores_the_handler_of_its_caller(call):
     before = signal.getsignal(signal.SIGTERM)
     call('report.py', 'nowhere.json', '--out', 'table', code=1)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_interrupt_during_the_imports_shows_no_traceback(call, monkeypatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slab_det, 'register', interrupt)
+    printed = call('report.py', 'nowhere.json', '--out', 'table', code=130)
+    assert not printed.err

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 # What a step takes that was not seen yet: seconds, and predictions of the original detector. Measured with Mask and
 # Faster R-CNN at 160x192 and 400x640 on one thread; 'absorb' is for each image, 'quantize' for CALIBRATION_IMAGES.
-COSTS = dict(load=(3, 3), export=(3, 3), quantize=(10, 60), absorb=(0, 12))
+COSTS = dict(load=(4, 3), export=(4, 3), quantize=(20, 65), absorb=(0, 12))
 
 
 class TimeBudget:

@@ -81,6 +81,11 @@ class Form:
         """Whether the form runs an ONNX file."""
         return self.runtime in ('onnxruntime', 'openvino')
 
+    @property
+    def effort(self) -> int:
+        """How much is to be made before the form runs: 0 for a checkpoint, 1 for an export, 2 for a calibration too."""
+        return self.is_exported + (self.precision == 'int8')
+
     def options(self, threads: int) -> dict:
         """The options of :func:`slab_det.load_detector` other than the files and the device."""
         if self.runtime == 'torch':
@@ -97,7 +102,7 @@ class Form:
             missing = [name for name in ('onnx', self.runtime) if find_spec(name) is None]
             if missing:
                 extra = 'openvino' if self.runtime == 'openvino' else 'onnx'
-                return f'the package {" and ".join(missing)} (pip install -e ".[{extra}]")'
+                return f'the package{"s" * (len(missing) > 1)} {" and ".join(missing)} (pip install -e ".[{extra}]")'
             if self.runtime == 'openvino' and self.precision == 'bfloat16' and not _openvino_takes_bfloat16():
                 return 'a CPU that multiplies bfloat16 in OpenVINO'
         elif self.precision == 'bfloat16' and device == 'cpu' and torch.bfloat16 not in ONEDNN_DTYPES:

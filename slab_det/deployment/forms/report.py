@@ -136,8 +136,12 @@ class OptimizationReport:
             *[SHORT] * is_short,
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
-        lines += [f'Not measured: {key}: {reason}.' for key, reason in content['failed'].items()]
-        lines += [f'Out of time: {reason}. The same command goes on.' for reason in content['late']]
+        # Several forms may lack the same.
+        for reason in dict.fromkeys(content['failed'].values()):
+            keys = ', '.join(key for key, other in content['failed'].items() if other == reason)
+            lines.append(f'Not measured: {keys}: {reason}.')
+        if content['late']:
+            lines.append(f'Out of time: {"; ".join(content["late"])}. The same command goes on.')
         return lines
 
     def __str__(self) -> str:

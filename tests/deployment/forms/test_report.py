@@ -79,8 +79,12 @@ def test_a_gain_of_nothing_is_said() -> None:
     assert 'OpenVINO, bfloat16 *' in found.table() and '* is as fast as the recommended form' in str(found)
     late = report(EAGER, entry(EAGER, 1.0), late=['deployed, float32 was not measured to the end'])
     assert late.verdict().startswith('No faster form was found in the time')
-    failed = report(EAGER, entry(EAGER, 1.0), failed=dict(openvino='needs the package openvino'))
-    assert 'Not measured: openvino: needs the package openvino.' in str(failed)
+    lacks = 'needs the package openvino'
+    failed = report(
+        EAGER, entry(EAGER, 1.0), failed={'openvino': lacks, 'onnxruntime': 'broken', 'openvino-int8': lacks}
+    )
+    assert 'Not measured: openvino, openvino-int8: needs the package openvino.\n' in str(failed)
+    assert str(failed).count(lacks) == 1 and 'Not measured: onnxruntime: broken.' in str(failed)
 
 
 def test_few_rounds_are_named() -> None:
