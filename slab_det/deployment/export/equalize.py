@@ -18,6 +18,8 @@ POWERS = (0.25, 0.5, 0.75, 1.0)
 LEAST_NOISE, LEAST_GAIN = 1e-3, 2.0
 # What is measured of each layer.
 PARTS = ('low', 'high', 'square', 'mean', 'output_square')
+# Largest share of rounding in the output of a layer that runs in int8.
+MOST_NOISE = 0.01
 # Images that the ranges are measured on.
 IMAGES = 10
 
@@ -38,8 +40,8 @@ class _Layer(NamedTuple):
     rank: int = 0
 
 
-def equalize(model: Any, names: Sequence[str], images: Iterable[np.ndarray]) -> list[str]:
-    """Multiplies the input of layers by 1 / s per channel, and their weights by s, in place.
+def equalize(model: Any, names: Sequence[str], images: Iterable[np.ndarray]) -> tuple[list[str], list[str]]:
+    """Multiplies the input of layers by 1 / s per channel, and their weights by s, in place, and finds lost layers.
 
     int8 rounds all channels of an input by one step. Layers that absorbed a norm read channels of very different
     ranges, and have large weights where the range is small, which amplify the step. As in SmoothQuant (Xiao et al.,
@@ -48,7 +50,9 @@ def equalize(model: Any, names: Sequence[str], images: Iterable[np.ndarray]) -> 
 
         noise = d^2 / 12 |W diag(s)|^2 + sum over outputs (max |W_o diag(s)| / 127)^2 / 12 E |x / s|^2.
 
-    A layer is left alone where the noise is a small share of its output's variance, or s does not halve it.
+    A layer is left alone where the noise is a small share of its output's variance, or s does not halve it. A layer is
+    lost where the noise is more than ``MOST_NOISE`` of this variance with the best s, too: the weights of some FFNs
+    that absorbed a norm cancel each other.
 
     Args:
         model: The ``onnx.ModelProto`` with float weights.
@@ -56,7 +60,7 @@ def equalize(model: Any, names: Sequence[str], images: Iterable[np.ndarray]) -> 
         images: Calibration images, (1, 3, H, W).
 
     Returns:
-        The names of the nodes whose inputs are scaled.
+        The names of the nodes whose inputs are scaled, and of the lost nodes, which should stay in float32.
     """
     onnx = import_extra('onnx')
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -66,13 +70,15 @@ def equalize(model: Any, names: Sequence[str], images: Iterable[np.ndarray]) -> 
         if node.name in names and (layer := _read_layer(onnx, node, weights)) is not None
     ]
     found = _measure(onnx, model, layers, images)
-    scaled = []
+    scaled, lost = [], []
     for layer in layers:
-        scale = _choose_scale(layer.weight, *found[layer.node.name])
-        if scale is not None:
+        scale, share = _choose_scale(layer.weight, *found[layer.node.name])
+        if share > MOST_NOISE:
+            lost.append(layer.node.name)
+        elif scale is not None:
             _scale_input(onnx, model.graph, layer, weights[layer.node.input[1]], scale)
             scaled.append(layer.node.name)
-    return scaled
+    return scaled, lost
 
 
 def _read_layer(onnx: Any, node: Any, weights: Mapping[str, Any]) -> _Layer | None:
@@ -138,8 +144,8 @@ def _measure(
 
 def _choose_scale(
     weight: np.ndarray, low: np.ndarray, high: np.ndarray, square: np.ndarray, variance: float
-) -> np.ndarray | None:
-    """The s with the least noise, (C,); None if the layer is better left alone."""
+) -> tuple[np.ndarray | None, float]:
+    """The s with the least noise, (C,), or None if the layer is better left alone; and the share of the noise then."""
 
     def noise(scale: np.ndarray) -> float:
         scaled = weight * scale[:, None]
@@ -151,7 +157,7 @@ def _choose_scale(
     # A channel that is always 0, or that nothing reads, does not matter.
     used = (ranges > 0) & (largest > 0)
     if not used.any():
-        return None
+        return None, 0.0
     plain = noise(np.ones_like(ranges))
     best, least = None, min(plain / LEAST_GAIN, plain)
     for power in POWERS:
@@ -161,8 +167,10 @@ def _choose_scale(
         scale[~used] = 1.0
         if noise(scale) < least:
             best, least = scale, noise(scale)
-    share = plain / max(variance * weight.shape[1], math.ulp(0.0))
-    return best if share > LEAST_NOISE else None
+    variance = max(variance * weight.shape[1], math.ulp(0.0))
+    if best is None or plain / variance <= LEAST_NOISE:
+        return None, plain / variance
+    return best, least / variance
 
 
 def _scale_input(onnx: Any, graph: Any, layer: _Layer, weight: Any, scale: np.ndarray) -> None:

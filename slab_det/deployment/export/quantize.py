@@ -10,8 +10,9 @@ from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
+from mmengine.logging import MMLogger
 
-from slab_det.deployment.export.equalize import IMAGES, equalize
+from slab_det.deployment.export.equalize import IMAGES, MOST_NOISE, equalize
 from slab_det.deployment.export.runtime import METADATA_KEY, RUNTIMES, cuts_off_int8_sums, import_extra
 from slab_det.deployment.heads import EXPORTED
 from slab_det.runtime.run_folder import whole_file
@@ -66,22 +67,32 @@ def quantize_onnx(
         ]
         images = iter(images)
         first = [*islice(images, IMAGES)]
-        equalize(model, nodes, first)
+        lost = equalize(model, nodes, first)[1]
+        if lost:
+            nodes = [node for node in nodes if node not in lost]
+            MMLogger.get_current_instance().warning(
+                f'{len(lost)} layers stay in float32, because rounding to int8 would be more than {MOST_NOISE:.0%} of '
+                f'their output: {", ".join(lost)}; where LayerNorms were absorbed, absorb with --int8'
+            )
         onnx.save(model, prepared)
-        reader = Reader(chain(first, images))
-        quantization.quantize_static(
-            prepared,
-            name,
-            reader,
-            quant_format=quantization.QuantFormat.QDQ,
-            per_channel=True,
-            reduce_range=reduce_range,
-            activation_type=quantization.QuantType.QUInt8,
-            weight_type=quantization.QuantType.QInt8,
-            nodes_to_quantize=nodes,
-            # With quantized outputs, the GELU that follows would run as four kernels instead of one.
-            extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
-        )
+        if nodes:
+            reader = Reader(chain(first, images))
+            quantization.quantize_static(
+                prepared,
+                name,
+                reader,
+                quant_format=quantization.QuantFormat.QDQ,
+                per_channel=True,
+                reduce_range=reduce_range,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                nodes_to_quantize=nodes,
+                # With quantized outputs, the GELU that follows would run as four kernels instead of one.
+                extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
+            )
+        else:
+            # Without names, ONNX Runtime would quantize every layer.
+            onnx.save(model, name)
         quantized = onnx.load(name)
         properties = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
         metadata = dict(json.loads(properties[METADATA_KEY]), int8_weight_bits=7 if reduce_range else 8)

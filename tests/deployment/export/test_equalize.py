@@ -58,12 +58,12 @@ def test_small_channels_with_large_weights_survive_int8(kind, tmp_path, monkeypa
     errors = []
     for scales in (True, False):
         if not scales:
-            monkeypatch.setattr(quantize, 'equalize', lambda *_: [])
+            monkeypatch.setattr(quantize, 'equalize', lambda *_: ([], []))
         assert quantize_onnx(tmp_path / 'float.onnx', tmp_path / 'int8.onnx', images[:-1]) == ['layer']
         found = run((tmp_path / 'int8.onnx').read_bytes(), images[-1])
         errors.append(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     assert errors[0] < 0.05 < 0.5 < errors[1], errors
-    assert equalize(model, ['layer'], images[:3]) == ['layer']
+    assert equalize(model, ['layer'], images[:3]) == (['layer'], [])
     np.testing.assert_allclose(run(model.SerializeToString(), images[-1]), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -71,4 +71,19 @@ def test_channels_of_like_ranges_are_left_alone():
     ranges = np.linspace(0.8, 1.2, CHANNELS).astype(np.float32)
     model = build('MatMul', ranges)
     before = model.SerializeToString()
-    assert equalize(model, ['layer'], pictures(ranges, 3)) == [] and model.SerializeToString() == before
+    assert equalize(model, ['layer'], pictures(ranges, 3)) == ([], []) and model.SerializeToString() == before
+
+
+def test_a_layer_whose_weights_cancel_stays_in_float32(tmp_path):
+    """All channels are nearly equal, and the output is what remains of their large weighted sum."""
+    model, rng = build('Conv', np.ones(CHANNELS, np.float32)), np.random.default_rng(2)
+    weight = model.graph.initializer[0]
+    rows = rng.normal(size=(OUTPUTS, CHANNELS)).astype(np.float32)
+    rows -= rows.mean(1, keepdims=True)
+    weight.CopyFrom(onnx.numpy_helper.from_array(100 * rows[:, :, None, None], 'weight'))
+    shared = rng.normal(size=(3, 1, 1, 8, 9))
+    images = [(x + 1e-3 * rng.normal(size=(1, CHANNELS, 8, 9))).astype(np.float32) for x in shared]
+    onnx.save(model, tmp_path / 'float.onnx')
+    assert quantize_onnx(tmp_path / 'float.onnx', tmp_path / 'int8.onnx', images) == []
+    expected, found = (run((tmp_path / f'{name}.onnx').read_bytes(), images[0]) for name in ('float', 'int8'))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
