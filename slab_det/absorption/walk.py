@@ -163,7 +163,7 @@ class Walk:
         """Keeps only some channels of the maps (B, C, H, W) that finished modules have returned."""
         for batch, finished in self.finished.items():
             for name in finished.keys() & {*names}:
-                finished[name] = finished[name][:, channels]
+                finished[name] = _filled_like(finished[name][:, : len(channels)])
                 key = self._key(name, batch)
                 if key in self.store.values:
                     self.store.put(key, self.store.get(key)[:, channels])
