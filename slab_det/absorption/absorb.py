@@ -72,9 +72,9 @@ def absorb(
         ffn: Share of the hidden channels to remove from each FFN, 0 <= ffn < 1: the channels whose removal costs
             least after the second layer is refitted. A multiple of 8 channels stays, at least 8. With
             ``keep='auto'`` the agreement is measured with the FFNs pruned.
-        channels: Removes hidden channels everywhere: in FFNs, in the heads of softmax attention, and in the RPN, box
-            heads and mask heads of a Faster, Mask or Cascade R-CNN or the towers of a RetinaNet, ATSS, FCOS or
-            RTMDet. A number from 0 to 1 is the share of the detector's multiply-adds that stays, at the size of the
+        channels: Removes hidden channels everywhere: in FFNs, in the heads of softmax attention, and in the FPN, RPN,
+            box heads and mask heads of a Faster, Mask or Cascade R-CNN or the FPN and towers of a RetinaNet, ATSS, FCOS
+            or RTMDet. A number from 0 to 1 is the share of the detector's multiply-adds that stays, at the size of the
             first image; channels go first where they are estimated to cost least for each multiply-add that they save.
             'auto' takes the least share, to 1/32, with which a student that keeps all norms reaches
             ``LEAST_AGREEMENT``. None removes none, but is 'auto' if neither ``keep`` nor ``ffn`` is given.

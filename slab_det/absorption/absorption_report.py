@@ -62,7 +62,8 @@ class AbsorptionReport:
         norms: The LayerNorms: those that were fitted in the order of their calls, then those that cannot be absorbed.
         refits: For each refitted layer, by name, the mean squared distance of the student's stream from the teacher's,
             over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
-            are those that write the residual stream, and the neck's convolutions.
+            are those that write the residual stream, the neck's convolutions, and the heads' layers that read maps
+            which lost channels.
         channels: The places with hidden channels, in the order of their calls, where channels were to be removed.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slab_det.absorption.images import is_held_out
+from slab_det.absorption.maps import rank_maps, sensitivity
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.regression import CrossMoments, join_channels, lost_logits, rank_channels
 from slab_det.absorption.student import copy_teacher
@@ -186,6 +187,10 @@ def estimate_losses(
         # Only the variance of the stream is needed.
         moments[key].add(*(tokens[:, :1], tokens) if key[1] == 'stream' else (tokens, tokens[:, :1]))
 
+    def see_map(layer: nn.Module, args: tuple, output: Tensor, key: tuple[str, str], level: int) -> None:
+        tokens, weight = output_tokens(output), output_tokens(plan.images.regions[batch].weights[level])
+        moments[key].add(tokens, tokens[..., :1], weight)
+
     def see_reader(layer: nn.Module, args: tuple, output: Tensor, key: tuple[str, str], level: int) -> None:
         weight = plan.images.regions[batch].position_weights(places[key[0]].owner, level + calls[key])
         weight = None if weight is None else output_tokens(weight)
@@ -205,6 +210,10 @@ def estimate_losses(
             elif place.tokens:
                 probe(step.source, partial(see, key=(name, 'queries')))
                 probe(step.target, partial(see, key=(name, 'keys')))
+            elif place.maps:
+                for level, writer in enumerate(place.writers):
+                    hook = partial(see_map, key=(name, 'maps'), level=level)
+                    stack.callback(model.get_submodule(writer).register_forward_hook(hook).remove)
             else:
                 for level, (reader, *_) in enumerate(place.readers_of_levels):
                     hook = partial(see_reader, key=(name, reader), level=level)
@@ -217,6 +226,13 @@ def estimate_losses(
 
 
 def _losses(model: nn.Module, place: HiddenChannels, moments: Mapping[tuple[str, str], CrossMoments]) -> list[float]:
+    counts = possible_counts(place)
+    if place.maps:
+        maps = moments[place.name, 'maps']
+        if maps.count < place.count:
+            return []
+        _, added = rank_maps(maps, sensitivity(model, place, maps))
+        return [0.0, *(float(added[place.count - count - 1]) for count in counts[1:])]
     stream, parts, scale = moments.get((place.name, 'stream')), [], 0.0
     for names in place.readers_of_levels:
         weight = torch.cat([input_weight(model.get_submodule(name)) for name in names]).double()
@@ -234,7 +250,6 @@ def _losses(model: nn.Module, place: HiddenChannels, moments: Mapping[tuple[str,
         parts.append(hidden)
     joint = join_channels(parts, place.count)
     _, added = rank_channels(joint, place.heads, len(joint.xx) // place.count * place.group)
-    counts = possible_counts(place)
     losses = [0.0, *(float(added[(place.count - count) // place.group - 1]) / scale for count in counts[1:])]
     if place.tokens:
         scale_qk = model.get_submodule(place.owner).qk_scale

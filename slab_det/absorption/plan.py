@@ -29,7 +29,8 @@ from slab_det.runtime.errors import ConversionError
 
 
 class Step(NamedTuple):
-    """One fit: of a LayerNorm to absorb, of a layer that writes the residual stream, or of queries and keys.
+    """One fit: of a LayerNorm to absorb, of a layer that writes the residual stream or reads channels in a head, or of
+    queries and keys.
 
     Attributes:
         name: The norm, the layer, or the attention whose queries and keys get a lower rank.
@@ -125,10 +126,17 @@ def make_plan(
         )
     writers = [writer for writer in writers if not _is_shared(model, writer.name, calls)]
     blocks = _order_steps(model, calls, [*steps, *ranks], writers)
+    map_steps = _find_map_steps(places, blocks) if head_steps else {}
+    for block, step in map_steps.items():
+        blocks[block].append(step)
     blocks |= head_steps
     reads = find_reads(model, forward(model), blocks, image)
     for block, parts in blocks.items():
         reads[block] |= {step.finishes for step in parts} - {block}
+    for step in map_steps.values():
+        # Before the heads, in order: the maps that they read, and nothing from which convolutions compute maps.
+        maps = set().union(*(reads[head] for head in head_steps))
+        reads = {name: reads[name] for name in reads if name not in head_steps} | {step.place: maps} | reads
     digest = images.digest.copy()
     digest.update(repr((fusions, int8, blocks, _settings(model), describe_environment()['versions'])).encode())
     digest.update(source_digest(Path(slab_det.__file__).parent))
@@ -186,7 +194,9 @@ def _check_absorbable(model: nn.Module) -> None:
 def _find_writers(model: nn.Module, places: Mapping[str, HiddenChannels]) -> list[Step]:
     """The steps of the layers that write the residual stream, and of the convolutions of the neck."""
     # A place with layers that keep all channels may lose these when norms are absorbed, so it counts too.
-    owners = {layer: place.name for place in places.values() for layer in place.readers or (place.owner,)}
+    owners = {
+        layer: place.name for place in places.values() if not place.maps for layer in place.readers or (place.owner,)
+    }
     writers: dict[str, Step] = {}
     for prefix, module in model.named_modules():
         rule = find_rule(module, 'writes')
@@ -207,10 +217,29 @@ def _find_head_steps(model: nn.Module, places: Mapping[str, HiddenChannels]) -> 
     """The steps of the readers of hidden channels in the heads, by the name of the head, which is a block."""
     blocks: dict[str, list[Step]] = {}
     for place in places.values():
-        if not place.name.startswith(_prefix(model)) and place.readers:
-            probes = (Probe(place.readers[0], side) for side in ('input', 'output'))
-            blocks.setdefault(place.owner, []).append(Step(place.name, *probes, place.name))
+        if not place.name.startswith(_prefix(model)) and place.readers and not place.maps:
+            blocks.setdefault(place.owner, []).append(_own_step(place.readers[0], place.name)._replace(name=place.name))
+    # The layers that read the maps of the neck come first.
+    for place in (place for place in places.values() if place.maps):
+        for block, steps in blocks.items():
+            readers = [reader for reader in place.readers if reader.startswith(f'{block}.')]
+            steps[:0] = [_own_step(reader, place.name) for reader in readers]
     return {block: [*steps[:-1], steps[-1]._replace(finishes=block)] for block, steps in blocks.items()}
+
+
+def _own_step(layer: str, place: str = '') -> Step:
+    """The step of a layer that is fitted to its own output."""
+    return Step(layer, Probe(layer, 'input'), Probe(layer, 'output'), place)
+
+
+def _find_map_steps(places: Mapping[str, HiddenChannels], blocks: Mapping[str, list[Step]]) -> dict[str, Step]:
+    """The steps of channels of a neck's maps, each by the last block that writes some: the blocks are convolutions."""
+    steps = {}
+    for place in places.values():
+        if place.maps and (found := [writer for writer in blocks if writer in place.writers]):
+            probe = Probe(found[-1], 'output')
+            steps[found[-1]] = Step(place.name, probe, probe, place.name)
+    return steps
 
 
 def _find_block(model: nn.Module, name: str) -> str:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slab_det.fusion.channels import columns_of
+
 # Ridge penalties, in standardised coordinates. A smaller ridge fits the given images better, but with weights in the
 # hundreds that cancel. On some other images, and in bfloat16, the weights do not cancel and the outputs explode.
 RIDGES = tuple(10.0**power for power in range(-4, 3))
@@ -379,11 +381,6 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
     roots = values.clamp(min=0).sqrt()
     inverse = torch.where(roots > 1e-6 * roots.max(), 1 / roots, 0.0)
     return vectors * roots @ vectors.T, vectors * inverse @ vectors.T
-
-
-def columns_of(channels: Tensor, columns: int) -> Tensor:
-    """The columns of channels with ``columns`` columns each."""
-    return (channels[:, None] * columns + torch.arange(columns, device=channels.device)).flatten()
 
 
 def _removal_losses(inverse: Tensor, fit: Tensor, columns: int) -> Tensor:

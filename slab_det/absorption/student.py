@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, ChannelAbsorption, NormAbsorption
 from slab_det.absorption.images import is_held_out
+from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import (
     Affine,
     CrossMoments,
     choose_fit,
-    columns_of,
     diagonal_fit,
     join_channels,
     measured_part,
@@ -30,6 +30,7 @@ from slab_det.absorption.tokens import input_tokens, output_tokens, sample_patch
 from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import (
     HiddenChannels,
+    columns_of,
     find_channels,
     input_weight,
     keep_channels,
@@ -98,6 +99,10 @@ def copy_teacher(plan: AbsorptionPlan) -> nn.Module:
         if fusion.outcome != 'absorbed':
             apply_fold(model, fusion)
     return model
+
+
+# Most inputs of a layer that is fitted again because maps lost channels: the sums of more would take gigabytes.
+MAX_COLUMNS = 8192
 
 
 class Absorption:
@@ -195,9 +200,15 @@ class Absorption:
                 early = '', ''
                 if (pruned := self._find_pruned(step)) and pruned[0].tokens:
                     self._reduce_rank(block, step, *pruned)
+                elif pruned and pruned[0].maps:
+                    self._combine_channels(*pruned)
                 elif pruned:
                     early = (step.finishes,) * 2
                     self._fit_readers(block, step.finishes, *pruned)
+            elif step.place and step.target == Probe(step.name, 'output'):
+                early = '', ''
+                if any(place.place == step.place for place in self.report.pruned):
+                    self._fit_map_reader(block, step)
             elif (pruned := self._find_pruned(step)) or self._differs_from_teacher():
                 self._fit_writer(block, step, pruned, early)
             else:
@@ -271,6 +282,38 @@ class Absorption:
         padding = getattr(self.model.get_submodule(place.owner), 'padding_qkv', None)
         width = kept // place.heads
         self.lost_logits[place.name] = reduce_rank(queries, keys, weight, bias, place.heads, width, padding)
+
+    def _combine_channels(self, place: HiddenChannels, kept: int) -> None:
+        """Prunes channels of the neck's maps, with the finished maps."""
+        moments = _empty_moments()
+        for batch in self.batches():
+            maps = self.student.run(batch, place.name, [Probe(writer, 'output') for writer in place.writers])
+            for level, x in enumerate(maps):
+                weight = output_tokens(self.plan.images.regions[batch].weights[level])
+                tokens = output_tokens(x)
+                moments[is_held_out(batch)].add(tokens, tokens[..., :1], weight)
+            del maps
+        _check_finite(place.name, *moments)
+        stay, left = combine_channels(self.model, place, kept, *moments)
+        self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left))
+        self.student.select_channels(place.writers, stay)
+
+    def _fit_map_reader(self, block: str, step: Step) -> None:
+        """Fits a layer of a head that reads the neck's pruned maps, so that its output approaches the teacher's."""
+        layer, moments = self.model.get_submodule(step.name), _empty_moments(self.plan.int8)
+        if layer.weight[0].numel() > MAX_COLUMNS:
+            return
+        for batch in self.batches():
+            (targets,) = self.teacher.run_calls(batch, block, [step.target])
+            calls = zip(targets, *self.student.run_calls(batch, block, [step.source, step.target]), strict=True)
+            for level, (target, source, output) in enumerate(calls):
+                weight = self.plan.images.regions[batch].position_weights(block, level)
+                weight = None if weight is None else output_tokens(weight)
+                error = output_tokens(target - output)
+                moments[is_held_out(batch)].add(input_tokens(layer, source, output), error, weight)
+            del targets, calls, target, source, output, error
+        _check_finite(step.name, *moments)
+        self.report.refits[step.name] = _refit(layer, *moments)
 
     def _fit_readers(self, block: str, finish: str, place: HiddenChannels, kept: int) -> None:
         """Prunes channels of a head, and fits the layers that read them so that their outputs are the teacher's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -158,6 +158,15 @@ class Walk:
         if finish:
             self._finish(finish, batch, found[Probe(finish, 'output')][0], block)
         return found
+
+    def select_channels(self, names: Collection[str], channels: Tensor) -> None:
+        """Keeps only some channels of the maps (B, C, H, W) that finished modules have returned."""
+        for batch, finished in self.finished.items():
+            for name in finished.keys() & {*names}:
+                finished[name] = _filled_like(finished[name][:, : len(channels)])
+                key = self._key(name, batch)
+                if key in self.store.values:
+                    self.store.put(key, self.store.get(key)[:, channels])
 
     def _finish(self, name: str, batch: int, output: object, block: str) -> None:
         blocks = [*self.reads]

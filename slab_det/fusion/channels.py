@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from mmcv.cnn import Conv2d, ConvTranspose2d, Linear
+from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -44,6 +45,7 @@ class HiddenChannels:
     heads: int = 1
     tokens: tuple[tuple[str, str], ...] = ()
     levels: int = 1
+    maps: bool = False
     count: int = 0
     group: int = 1
     reason: str = ''
@@ -79,7 +81,7 @@ def find_channels(model: nn.Module) -> dict[str, HiddenChannels]:
             layers = [tuple(join_names(owner, layer) for layer in part) for part in values[1:4]]
             tokens = tuple((join_names(owner, name) or owner, side) for name, side in values.tokens)
             name = join_names(owner, values.name) or owner
-            place = HiddenChannels(name, owner, *layers, values.heads, tokens, values.levels)
+            place = HiddenChannels(name, owner, *layers, values.heads, tokens, values.levels, values.maps)
             places[place.name] = _check(model, place, uses)
     return places
 
@@ -93,7 +95,8 @@ def _check(model: nn.Module, place: HiddenChannels, uses: Mapping[int, int]) -> 
     count, reason = len(rows) // (3 if place.tokens else 1), ''
     group = max([1, *(layer.num_channels // layer.num_groups for layer in between if type(layer) is nn.GroupNorm)])
     for layer in between:
-        if type(layer) not in (*ELEMENTWISE, *BATCH_NORM, nn.GroupNorm) and not _is_depthwise(layer):
+        kinds = (SingleRoIExtractor,) if place.maps else (*ELEMENTWISE, *BATCH_NORM, nn.GroupNorm)
+        if type(layer) not in kinds and not _is_depthwise(layer):
             reason = f'a {type(layer).__name__} stands between its layers'
     for layer in (*writers, *readers):
         if output_parameters(layer) is None or getattr(layer, 'groups', 1) > 1 or not _is_apart(layer):
@@ -170,14 +173,16 @@ def keep_channels(model: nn.Module, place: HiddenChannels, stay: Tensor) -> None
             layer.num_features = len(rows)
         elif type(layer) in LINEAR:
             layer.out_features = len(rows)
-        elif type(layer) in (*CONV, *CONV_TRANSPOSE):
+        elif type(layer) in (*CONV, *CONV_TRANSPOSE, SingleRoIExtractor):
             layer.out_channels = len(rows)
         if name in place.between and type(layer) in CONV:
             layer.in_channels = layer.groups = len(rows)
     for layer in map(model.get_submodule, place.readers):
         side = 0 if type(layer) in CONV_TRANSPOSE else 1
-        _set_parameter(layer, 'weight', layer.weight.index_select(side, stay.to(layer.weight.device)))
-        setattr(layer, 'in_features' if type(layer) in LINEAR else 'in_channels', len(stay))
+        # A linear layer may read the map of a region, all positions of a channel one after another.
+        columns = columns_of(stay, layer.weight.shape[side] // place.count).to(layer.weight.device)
+        _set_parameter(layer, 'weight', layer.weight.index_select(side, columns))
+        setattr(layer, 'in_features' if type(layer) in LINEAR else 'in_channels', len(columns))
     if place.tokens:
         model.get_submodule(place.owner).keep_head_dims(len(stay) // place.heads, rows)
 
@@ -199,6 +204,11 @@ def resize_channels(model: nn.Module, counts: Mapping[str, int]) -> None:
             why = 'it is not there' if place is None else place.reason or f'it has {place.count} channels'
             raise FusionError(f'{name}: the config leaves {count} channels of another model: {why}')
         keep_channels(model, place, place.first(count))
+
+
+def columns_of(channels: Tensor, columns: int) -> Tensor:
+    """The columns of channels with ``columns`` columns each."""
+    return (channels[:, None] * columns + torch.arange(columns, device=channels.device)).flatten()
 
 
 def _set_parameter(layer: nn.Module, name: str, value: Tensor) -> None:

@@ -6,11 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from mmcv.cnn import ConvModule
 from mmdet.models.dense_heads import ATSSHead, FCOSHead, RetinaHead, RPNHead, RTMDetSepBNHead
+from mmdet.models.detectors import (
+    ATSS,
+    FCOS,
+    CascadeRCNN,
+    FasterRCNN,
+    MaskRCNN,
+    RetinaNet,
+    RTMDet,
+    SingleStageDetector,
+    TwoStageDetector,
+)
+from mmdet.models.necks import FPN
+from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
 from mmdet.models.roi_heads.bbox_heads import ConvFCBBoxHead, Shared2FCBBoxHead, Shared4Conv1FCBBoxHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from torch import nn
 
-from slab_det.norms.folds import CannotFold, Channels, register_folds
+from slab_det.norms.folds import CannotFold, Channels, find_rule, register_folds
 
 
 def _rpn_channels(head: RPNHead) -> list[Channels]:
@@ -55,6 +68,53 @@ def _mask_head_channels(head: FCNMaskHead) -> Iterator[Channels]:
     yield Channels('upsample', ('upsample',), ('conv_logits',), ('relu',))
 
 
+def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Channels]:
+    """The outputs of an FPN, which all heads read."""
+    names = ('bbox_head',)
+    if isinstance(model, TwoStageDetector):
+        # Other RoI heads have more layers that read the maps.
+        if type(model.roi_head) not in (StandardRoIHead, CascadeRoIHead) or model.roi_head.with_shared_head:
+            return
+        names = ('rpn_head', 'roi_head.bbox_head') + ('roi_head.mask_head',) * model.with_mask
+    extractors = [f'{name.removesuffix("head")}roi_extractor' for name in names[1:]]
+    # A cascade has a head for each stage.
+    heads, extractors = ([part for name in group for part in _parts(model, name)] for group in (names, extractors))
+    rules = [find_rule(model.get_submodule(head), 'input_layers') for head in heads]
+    neck = model.neck if model.with_neck else None
+    layers = [rule() for rule in rules] if all(rules) else []
+    if type(neck) is not FPN or not layers or not all(layers):
+        return
+    readers = [f'{head}.{layer}' for head, names in zip(heads, layers, strict=True) for layer in names]
+    extra = [f'neck.fpn_convs.{i}.conv' for i in range(len(neck.lateral_convs), len(neck.fpn_convs))]
+    is_plain = not any(conv.with_norm or conv.with_activation for conv in neck.fpn_convs)
+    # A ReLU of a linear combination is none of ReLUs.
+    if is_plain and not (neck.relu_before_extra_convs and len(extra) > 1):
+        # The first of the extra levels reads the last output, or what comes before.
+        readers += extra if neck.add_extra_convs == 'on_output' else extra[1:]
+        writers = [f'neck.fpn_convs.{i}.conv' for i in range(len(neck.fpn_convs))]
+        yield Channels('neck', tuple(writers), tuple(readers), tuple(extractors), maps=True)
+
+
+def _parts(model: nn.Module, name: str) -> list[str]:
+    module = model.get_submodule(name)
+    return [f'{name}.{i}' for i in range(len(module))] if isinstance(module, nn.ModuleList) else [name]
+
+
+def _box_head_input(head: ConvFCBBoxHead) -> tuple[str, ...]:
+    if head.num_shared_convs:
+        return ('shared_convs.0.conv',)
+    return ('shared_fcs.0',) if head.num_shared_fcs else ()
+
+
+def _tower_inputs(head: nn.Module) -> tuple[str, ...]:
+    return ('cls_convs.0.conv', 'reg_convs.0.conv') if len(head.cls_convs) else ()
+
+
+def _rtmdet_inputs(head: RTMDetSepBNHead) -> tuple[str, ...]:
+    whole = head.share_conv and not head.use_depthwise and len(head.cls_convs[0])
+    return ('cls_convs.0.0.conv', 'reg_convs.0.0.conv') if whole else ()
+
+
 def _retina_channels(head: RetinaHead) -> Iterator[Channels]:
     yield from _tower_channels(head, 'cls_convs', ('retina_cls',))
     yield from _tower_channels(head, 'reg_convs', ('retina_reg',))
@@ -93,10 +153,18 @@ def _rtmdet_channels(head: RTMDetSepBNHead) -> Iterator[Channels]:
             )
 
 
-register_folds(RPNHead, hidden_channels=_rpn_channels)
-register_folds(ConvFCBBoxHead, Shared2FCBBoxHead, Shared4Conv1FCBBoxHead, hidden_channels=_box_head_channels)
-register_folds(FCNMaskHead, hidden_channels=_mask_head_channels)
-register_folds(RetinaHead, hidden_channels=_retina_channels)
-register_folds(ATSSHead, hidden_channels=_atss_channels)
-register_folds(FCOSHead, hidden_channels=_fcos_channels)
-register_folds(RTMDetSepBNHead, hidden_channels=_rtmdet_channels)
+register_folds(RPNHead, hidden_channels=_rpn_channels, input_layers=lambda head: ('rpn_conv',))
+register_folds(
+    ConvFCBBoxHead,
+    Shared2FCBBoxHead,
+    Shared4Conv1FCBBoxHead,
+    hidden_channels=_box_head_channels,
+    input_layers=_box_head_input,
+)
+register_folds(
+    FCNMaskHead, hidden_channels=_mask_head_channels, input_layers=lambda head: ('convs.0.conv',) * (head.num_convs > 0)
+)
+for kind, rule in ((RetinaHead, _retina_channels), (ATSSHead, _atss_channels), (FCOSHead, _fcos_channels)):
+    register_folds(kind, hidden_channels=rule, input_layers=_tower_inputs)
+register_folds(RTMDetSepBNHead, hidden_channels=_rtmdet_channels, input_layers=_rtmdet_inputs)
+register_folds(FasterRCNN, MaskRCNN, CascadeRCNN, RetinaNet, ATSS, FCOS, RTMDet, hidden_channels=_map_channels)

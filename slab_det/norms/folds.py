@@ -68,6 +68,8 @@ class Channels(NamedTuple):
         tokens: In an attention, the tokens that queries come from and the tokens that keys come from, each as the
             name of a module and its side, 'input' or 'output'.
         levels: Number of levels of a neck, if each has readers of its own: consecutive ``readers`` of equal number.
+        maps: Whether the channels are those of a neck's maps, one writer for each, and all readers read all maps, each
+            in its own way. RoI extractors may stand between.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Channels(NamedTuple):
     heads: int = 1
     tokens: tuple[tuple[str, str], ...] = ()
     levels: int = 1
+    maps: bool = False
 
 
 # The module with the rules for a library, by the library's name; imported at the first use, because it takes seconds.
