@@ -78,6 +78,10 @@ def equalize(model: Any, names: Sequence[str], images: Iterable[np.ndarray]) -> 
         elif scale is not None:
             _scale_input(onnx, model.graph, layer, weights[layer.node.input[1]], scale)
             scaled.append(layer.node.name)
+    # The weights before they were scaled.
+    read = {name for node in model.graph.node for name in node.input} | {out.name for out in model.graph.output}
+    for tensor in [tensor for tensor in model.graph.initializer if tensor.name not in read]:
+        model.graph.initializer.remove(tensor)
     return scaled, lost
 
 
