@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.absorb import loss
 from benchmarks.absorb.size import table as size_table
-from benchmarks.absorb.table import absorption_table
+from benchmarks.absorb.table import absorption_table, students_table
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.int8 import table as int8_table
 from benchmarks.norms.run import publish
@@ -56,9 +56,9 @@ def test_the_loss_that_an_agreement_means_is_fitted_to_the_stored_results():
     assert loss.heads_table(loss.find_students(with_heads=True)) in PAGE.read_text()
 
 
-@pytest.mark.parametrize('page', [PAGE, ROOT / 'docs/absorb.md'])
-def test_channels_and_their_ap_are_the_stored_results(page):
-    teacher, *shown = table(page.read_text(), '| multiply-adds left | agreement |')
+@pytest.mark.parametrize(('page', 'title'), [(PAGE, 'box AP'), (ROOT / 'docs/absorb.md', 'BCCD, box AP')])
+def test_channels_and_their_ap_are_the_stored_results(page, title):
+    teacher, *shown = table(page.read_text(), f'| multiply-adds left | agreement | {title}')
     stored = load('absorb_bccd_600').rows
     assert teacher[2] == f'{100 * stored[0]["AP"]:.1f}' and stored[0]['name'] == 'teacher'
     rows = [row for row in stored if 'share' in row]
@@ -262,6 +262,18 @@ def test_the_deployed_detectors_of_mmdet_are_the_stored_results():
     said = 'to {} (Swin-T) and {} (PVT-S) of its CPU time, in bfloat16 to {} and {}'.format(*ratios)
     times = [f'{value:,.0f}' for value in (min(pvt_low['times_ms']), max(pvt_low['times_ms']))]
     assert said in page and f'five rounds, the last from {times[0]} to {times[1]} ms' in page
+
+
+def test_table_of_the_hard_teacher_is_the_stored_results():
+    full = students_table(load('absorb_hard_1600').rows)
+    assert full in (ROOT / 'docs/absorb.md').read_text(), f'docs/absorb.md needs this table:\n{full}'
+    teacher, half, none_kept = (
+        next(row for row in load('absorb_hard_1600').rows if row['name'] == name)
+        for name in ('teacher', 'channels 0.5', 'all gone')
+    )
+    lost = [f'{100 * (teacher["AP"] - student["AP"]):.1f}' for student in (none_kept, half)]
+    text = f'loses {lost[0]} of {100 * teacher["AP"]:.1f} AP.*half of its multiply-adds {lost[1]} AP'
+    assert re.search(text, (ROOT / 'README.md').read_text(), re.DOTALL)
 
 
 def by_column(text: str) -> dict[str, dict[str, str]]:
