@@ -38,6 +38,7 @@ from slab_det.deployment.export import (
 from slab_det.fusion.channels import find_channels, resize_channels
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.markdown import format_table
+from slab_det.measure.untrained import prepare_untrained
 from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.runtime.progress import Progress
 
@@ -125,6 +126,8 @@ def build(row: Row) -> nn.Module:
     model = build_untrained(config, {'type': row.type} if row.type else {})
     if row.half:
         remove_half(model)
+        # Other weights find other numbers of objects.
+        prepare_untrained(model)
     if row.kept is None and not row.ffn:
         return model
     images = [torch.randn(1, 3, 64, 64)]
