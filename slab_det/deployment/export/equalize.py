@@ -163,7 +163,7 @@ def _choose_scale(
     if not used.any():
         return None, 0.0
     plain = noise(np.ones_like(ranges))
-    best, least = None, min(plain / LEAST_GAIN, plain)
+    best, least = None, plain / LEAST_GAIN
     for power in POWERS:
         logs = power * np.log(ranges, where=used, out=np.zeros_like(ranges))
         logs -= (1 - power) * np.log(largest, where=used, out=np.zeros_like(ranges))
