@@ -1,10 +1,12 @@
 """Measures what each CPU form of slab_det.deploy gains: whole detectors without one form, over detectors with all.
 
-    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000
     python -m benchmarks.cpu_forms --threads 2
+    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000 python -m benchmarks.cpu_forms --threads 2
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.cpu_forms --threads 2 --dtypes float32
 
 Weights are random, with 32 objects in every detector. All detectors of one model and dtype take turns in one process.
-Rows go to benchmarks/results/cpu_forms.json.
+Rows go to benchmarks/results/cpu_forms.json, also with the instructions that PyTorch uses and whether glibc keeps
+freed memory (docs/latency.md, Memory).
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -12,8 +14,9 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 import argparse
 import os
 import statistics
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from operator import itemgetter
 from unittest import mock
 
 import cv2
@@ -21,68 +24,80 @@ import torch
 from torch import nn
 
 from benchmarks.results import FOLDER, Results
-from benchmarks.runtimes import ROWS, STEPS, build, measure
+from benchmarks.runtimes import ROWS, STEPS, Call, build, measure
 from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import random_images
 from slab_det.measure.markdown import format_table
 
-# What slab_det.deployment.deploy calls for each form.
+# A module, and its name that is replaced so that a form is not used. A function that changes one layer returns None to
+# leave it.
 FORMS = {
-    'tiles': 'tile_blocks',
-    'linear layers by oneDNN': 'deployed_linear',
-    'RoIAlign': 'deployed_roi_align',
-    'Winograd convolutions (float32)': 'winograd_conv',
-    'convolutions as products (bfloat16)': 'patch_conv',
+    'tiles': ('deploy', 'tile_blocks', lambda *_: None),
+    'linear layers by oneDNN': ('cpu.linear', 'ONEDNN_DTYPES', ()),
+    'RoIAlign': ('deploy', 'deployed_roi_align', lambda *_: None),
+    'Winograd convolutions (float32)': ('deploy', 'winograd_conv', lambda *_: None),
+    'convolutions as products (bfloat16)': ('deploy', 'patch_conv', lambda *_: None),
 }
 DTYPES = {'float32': None, 'bfloat16': torch.bfloat16}
 
 
-def deploy_without(model: nn.Module, form: str, dtype: torch.dtype | None) -> nn.Module:
-    """Deploys a copy of a model without one form; with all of them for ''."""
-    # A function that replaces one layer returns None to leave it. The trial of each detector would take minutes.
-    patches = {'try_deployed': lambda *_: None, **({FORMS[form]: lambda *_: None} if form else {})}
-    with mock.patch.multiple(import_module('slab_det.deployment.deploy'), **patches):
-        return slab_det.deploy(model, dtype)
+def without(form: str) -> AbstractContextManager:
+    """Keeps ``slab_det.deploy`` and its models from using a form; '' changes nothing."""
+    if not form:
+        return nullcontext()
+    module, name, value = FORMS[form]
+    return mock.patch.object(import_module(f'slab_det.deployment.{module}'), name, value)
+
+
+def make_call(model: nn.Module, form: str, dtype: torch.dtype | None, content: bytes) -> Call:
+    """Deploys a copy of a model without one form, and returns the call to measure."""
+    # The trial of each detector would take minutes.
+    with without(form), mock.patch.object(import_module('slab_det.deployment.deploy'), 'try_deployed', lambda *_: None):
+        served = ServedDetector(slab_det.deploy(model, dtype), STEPS)
+
+    def call() -> None:
+        with without(form):
+            served(content)
+
+    return call
 
 
 def table(rows: list[dict]) -> str:
-    """Time without a form over the time with it, a column for each model and dtype."""
-    columns = list(dict.fromkeys((row['name'], row['dtype']) for row in rows))
-    found = {(row['name'], row['dtype'], row['without']): row['ratio'] for row in rows}
-    lines = [
-        [form, *(f'{found[(*column, form)]:.2f}' if (*column, form) in found else '–' for column in columns)]
-        for form in FORMS
-    ]
-    return format_table(('without', *(f'{name}, {dtype}' for name, dtype in columns)), lines)
+    """Time without each form over the time with all of them."""
+    key = itemgetter('name', 'dtype', 'instructions', 'kept_memory')
+    found = {(*key(row), row['without']): row['ratio'] for row in rows}
+    lines = []
+    for setting in dict.fromkeys(map(key, rows)):
+        title = f'{", ".join(setting[:3])}{", memory kept" if setting[3] else ""}'
+        ratios = (found.get((*setting, form)) for form in FORMS)
+        lines.append([title, *('–' if ratio is None else f'{ratio:.2f}' for ratio in ratios)])
+    return format_table(('time without', *FORMS), lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--rows', nargs='+', choices=list(ROWS), default=['Swin-T, LayerNorm', 'PVT-S, LayerNorm'])
     parser.add_argument('--dtypes', nargs='+', choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument('--without', nargs='+', choices=list(FORMS), default=list(FORMS), metavar='FORM')
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1216), metavar=('H', 'W'))
     parser.add_argument('--rounds', type=int, default=7)
     parser.add_argument('--threads', type=int, default=2)
     args = parser.parse_args()
-    if 'MALLOC_MMAP_MAX_' not in os.environ:
-        parser.error('export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000 first')
     torch.set_num_threads(args.threads)
-    results = Results(FOLDER / 'cpu_forms.json', size=list(args.size), threads=args.threads, rounds=args.rounds)
+    results = Results(FOLDER / 'cpu_forms.json', size=list(args.size), threads=args.threads)
+    setting = dict(instructions=torch.backends.cpu.get_cpu_capability(), kept_memory='MALLOC_MMAP_MAX_' in os.environ)
     pixels = random_images([tuple(args.size)])[0][0].transpose(1, 2, 0).astype('uint8')
     content = cv2.imencode('.jpg', pixels)[1].tobytes()
     for name in args.rows:
         model = build(ROWS[name])
         for dtype in args.dtypes:
-            forms = [form for form in FORMS if 'float' not in form or dtype in form]
-            calls = {
-                form: partial(ServedDetector(deploy_without(model, form, DTYPES[dtype]), STEPS), content)
-                for form in ('', *forms)
-            }
+            forms = [form for form in args.without if 'float' not in form or dtype in form]
+            calls = {form: make_call(model, form, DTYPES[dtype], content) for form in ('', *forms)}
             times = measure(calls, args.rounds, f'{name}, {dtype}')
             for form in forms:
                 ratio = statistics.median(one / base for one, base in zip(times[form], times[''], strict=True))
                 values = dict(ratio=round(ratio, 3), median_ms=statistics.median(times['']), times_ms=times[form])
-                results.add(dict(name=name, dtype=dtype, without=form), values)
+                results.add(dict(name=name, dtype=dtype, without=form, **setting), values)
     print(table(results.rows))
 
 

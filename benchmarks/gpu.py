@@ -25,7 +25,7 @@ import triton
 from torch import Tensor, nn
 
 from benchmarks.results import FOLDER, ROOT, Results
-from benchmarks.runtimes import Row, build
+from benchmarks.runtimes import HALF, Row, build
 from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
 from slab_det.deployment.gpu.box_kernels import FixedOperators
@@ -50,7 +50,7 @@ def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, R
         names[1]: own,
         f'{name}, FFNs at a quarter': own._replace(ffn=0.75),
         f'{name}, absorbed, none kept': own._replace(kept=0),
-        f'{name}, half of the multiply-adds': own._replace(half=True),
+        f'{name}, half of the multiply-adds': own._replace(eighths=HALF),
         f'{name}, FFNs at a quarter, none kept': own._replace(kept=0, ffn=0.75),
         f'{name}-PRepBN': Row(f'mask_rcnn_prepbn_{config}', *names),
         **{f'{kind}-{name}': Row(f'mask_rcnn_{prefix}_{config}', *names) for kind, prefix in others.items()},

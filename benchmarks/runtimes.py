@@ -4,10 +4,10 @@
     python -m benchmarks.runtimes --threads 2
     python -m benchmarks.runtimes --figure docs/latency.svg
 
-Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every detector; int8 is calibrated on
-noise, which does not change latency. All detectors of one form are measured in the same rounds, and added to
-benchmarks/results/runtimes.json; a later run measures missing detectors beside their LayerNorm detectors. MALLOC_*
-keeps freed memory; without it, equal models differ in latency (docs/latency.md, Memory).
+Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every Mask R-CNN and none in RetinaNet;
+int8 is calibrated on noise, which does not change latency. All detectors of one form are measured in the same rounds,
+and added to benchmarks/results/runtimes.json; a later run measures missing detectors beside their LayerNorm detectors.
+MALLOC_* keeps freed memory; without it, equal models differ in latency (docs/latency.md, Memory).
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -36,6 +36,7 @@ from slab_det.deployment.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
 )  # fmt: skip
 from slab_det.fusion.channels import find_channels, resize_channels
+from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.markdown import format_table
 from slab_det.measure.untrained import prepare_untrained
@@ -60,7 +61,7 @@ class Row(NamedTuple):
         layer_norm: The row of ours with LayerNorm.
         type: Type of the backbone, in place of the config's.
         kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens; None for all.
-        half: Whether half of the multiply-adds are left, without a fit: :func:`remove_half`.
+        eighths: Eighths of the channels that stay, by place, without a fit: :func:`remove_channels`.
         ffn: Share of the hidden channels that absorption removes from each FFN.
     """
 
@@ -69,27 +70,31 @@ class Row(NamedTuple):
     layer_norm: str
     type: str = ''
     kept: int | None = None
-    half: bool = False
+    eighths: Mapping[str, int] | None = None
     ffn: float = 0.0
 
 
 SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
-RETINANET = ('RetinaNet PVT-T, mmdet',) * 2
+RETINANET, RETINANET_CONFIG = ('RetinaNet PVT-T, mmdet',) * 2, 'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py'
+# What is left of a Mask R-CNN with Swin-T or PVT-S at 800x1216.
+HALF, THIRD = {'ffn': 1, 'rpn_conv': 3, 'neck': 8}, {'ffn': 1, 'rpn_conv': 3}
 ROWS = {
     SWIN[0]: Row('mask_rcnn_swin_t', *SWIN, type='SwinTransformer'),
     SWIN[1]: Row('mask_rcnn_swin_t', *SWIN),
     'Swin-T, absorbed, 8 of 32 kept': Row('mask_rcnn_swin_t', *SWIN, kept=8),
     'Swin-T, absorbed, 4 kept': Row('mask_rcnn_swin_t', *SWIN, kept=4),
     'Swin-T, absorbed, none kept': Row('mask_rcnn_swin_t', *SWIN, kept=0),
-    'Swin-T, half of the multiply-adds': Row('mask_rcnn_swin_t', *SWIN, half=True),
+    'Swin-T, half of the multiply-adds': Row('mask_rcnn_swin_t', *SWIN, eighths=HALF),
+    'Swin-T, a third of the multiply-adds': Row('mask_rcnn_swin_t', *SWIN, eighths=THIRD),
     'Swin-T-PRepBN': Row('mask_rcnn_prepbn_swin_t', *SWIN),
     'Swin-T-BN+FFNBN': Row('mask_rcnn_bn_ffnbn_swin_t_3x', *SWIN),
     'SLAB-Swin-T': Row('mask_rcnn_slab_swin_t', *SWIN),
     PVT[0]: Row('mask_rcnn_pvt_s', *PVT, type='PyramidVisionTransformer'),
     PVT[1]: Row('mask_rcnn_pvt_s', *PVT),
-    'PVT-S, half of the multiply-adds': Row('mask_rcnn_pvt_s', *PVT, half=True),
+    'PVT-S, half of the multiply-adds': Row('mask_rcnn_pvt_s', *PVT, eighths=HALF),
+    'PVT-S, a third of the multiply-adds': Row('mask_rcnn_pvt_s', *PVT, eighths=THIRD),
     'PVT-S-PRepBN': Row('mask_rcnn_prepbn_pvt_s', *PVT),
-    RETINANET[0]: Row('mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py', *RETINANET),
+    RETINANET[0]: Row(RETINANET_CONFIG, *RETINANET),
 }
 
 
@@ -124,8 +129,11 @@ def build(row: Row) -> nn.Module:
     """Builds the detector of a row, with its offline norms fused."""
     config = row.config if '::' in row.config else ROOT / 'configs' / f'{row.config}.py'
     model = build_untrained(config, {'type': row.type} if row.type else {})
-    if row.half:
-        remove_half(model)
+    if row.config == RETINANET_CONFIG:
+        # Otherwise most anchors of most classes are candidates, and their sorting takes a third of the time.
+        nn.init.constant_(model.bbox_head.retina_cls.bias, -20.0)
+    if row.eighths:
+        remove_channels(model, row.eighths)
         # Other weights find other numbers of objects.
         prepare_untrained(model)
     if row.kept is None and not row.ffn:
@@ -139,16 +147,19 @@ def build(row: Row) -> nn.Module:
     return absorb(keep=names) if names else everything
 
 
-def remove_half(model: nn.Module) -> None:
-    """Leaves half of the multiply-adds of a Mask R-CNN with Swin-T or PVT-S at 800x1216.
-
-    An eighth of the channels of each FFN stays, three eighths of the RPN's, and half of those of other places.
-    """
+def remove_channels(model: nn.Module, eighths: Mapping[str, int]) -> None:
+    """Leaves eighths of the hidden channels of each place, by the last part of its name; half in places not named."""
     places = [place for place in find_channels(model).values() if not place.reason]
-    eighths = {'ffn': 1, 'rpn_conv': 3}
     resize_channels(
         model, {place.name: place.count * eighths.get(place.name.rpartition('.')[2], 4) // 8 for place in places}
     )
+
+
+def multiply_adds(model: nn.Module, content: bytes) -> int:
+    """The multiply-adds of a detector from the bytes of an image to masks."""
+    served = ServedDetector(model, STEPS)
+    with torch.no_grad():
+        return count_multiply_adds(lambda: served(content))
 
 
 def make_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:
@@ -218,8 +229,15 @@ def measure_column(
     def ratio(name: str, base: str) -> float:
         return round(statistics.median(one / other for one, other in zip(times[name], times[base], strict=True)), 3)
 
+    def left(name: str) -> dict:
+        if scope == 'backbone' or not ROWS[name].eighths:
+            return {}
+        counts = [multiply_adds(models[key], content) for key in (name, ROWS[name].layer_norm)]
+        return dict(left=round(counts[0] / counts[1], 3))
+
     return {
         name: dict(
+            **left(name),
             median_ms=statistics.median(times[name]),
             to_layer_norm=ratio(name, ROWS[name].layer_norm),
             to_mmdet=ratio(name, f'{ROWS[name].stock}, eager'),
@@ -250,6 +268,19 @@ def table(rows: Sequence[dict]) -> str:
         if any(cells):
             lines.append([name, *(cell or '–' for cell in ratios)])
     return format_table(('', *forms), lines)
+
+
+def channels_table(rows: Sequence[dict]) -> str:
+    """The time of detectors with fewer channels, over that of the same detectors with all."""
+    measured, forms = by_name_and_form([row for row in rows if 'left' in row])
+    lines = []
+    for name in (name for name, row in ROWS.items() if row.eighths):
+        cells = [measured.get((name, form)) for form in forms]
+        if not any(cells):
+            continue
+        ratios = (f'{cell["to_layer_norm"]:.2f}' if cell else '–' for cell in cells)
+        lines.append([name.partition(',')[0], next(f'{cell["left"]:.2f}' for cell in cells if cell), *ratios])
+    return format_table(('', 'multiply-adds left', *forms), lines)
 
 
 @styled
@@ -292,7 +323,8 @@ def main() -> None:
     if args.figure:
         return draw(Results(args.out).select(size=args.sizes[0], scope='detector'), args.figure)
     runtimes = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
-    results = Results(args.out, rounds=args.rounds, threads=args.threads, batch=1, runtimes=runtimes)
+    setting = dict(rounds=args.rounds, threads=args.threads, instructions=torch.backends.cpu.get_cpu_capability())
+    results = Results(args.out, **setting, batch=1, runtimes=runtimes)
     if 'MALLOC_MMAP_MAX_' not in os.environ:
         parser.error('export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000 first')
     torch.set_num_threads(args.threads)
@@ -313,6 +345,8 @@ def main() -> None:
                             results.add(dict(name=name, **column), values)
                 rows = results.select(size=size, scope=scope)
                 print(f'\n{scope}, batch 1, {size} (HxW), {args.threads} threads\n\n{table(rows)}', flush=True)
+                if any('left' in row for row in rows):
+                    print(f'\nover the same detector with all channels, in the same form\n\n{channels_table(rows)}')
 
 
 if __name__ == '__main__':

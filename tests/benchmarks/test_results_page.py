@@ -10,12 +10,14 @@ import pytest
 from benchmarks.absorb import loss
 from benchmarks.absorb.size import table as size_table
 from benchmarks.absorb.table import absorption_table, students_table
+from benchmarks.cpu_forms import table as forms_table
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.int8 import table as int8_table
 from benchmarks.norms.run import publish
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
 from benchmarks.quickstart import table as quickstart_table
 from benchmarks.results import FOLDER, ROOT, Results
+from benchmarks.runtimes import channels_table
 from benchmarks.runtimes import table as runtimes_table
 from slab_det.compare.agreement import LOSS
 
@@ -62,6 +64,8 @@ def test_channels_and_their_ap_are_the_stored_results(page, title):
     stored = load('absorb_bccd_600').rows
     assert teacher[2] == f'{100 * stored[0]["AP"]:.1f}' and stored[0]['name'] == 'teacher'
     rows = [row for row in stored if 'share' in row]
+    (half,) = (row for row in rows if row['name'] == 'channels 0.5')
+    assert f'{100 * (half["AP"] - stored[0]["AP"]):+.1f} (BCCD)' in (ROOT / 'README.md').read_text()
     assert shown == [[f'{row["share"]:.2f}', f'{row["agreement"]:.3f}', f'{100 * row["AP"]:.1f}'] for row in rows]
 
 
@@ -208,13 +212,6 @@ def test_times_of_pruned_ffns_are_the_stored_results():
     others = [kind for kind in {(row['name'], row['form']) for row in rows} if kind != slow]
     assert f'{span(0.75, *others)} with `--ffn 0.75`, {span(0.5, *others)} with `--ffn 0.5`' in page
     assert f'PVT-S deployed in bfloat16: {span(0.75, slow)} and {span(0.5, slow)}' in page
-    readme = (ROOT / 'README.md').read_text()
-    assert f"{span(0.75, *others, slow)} of the backbone's CPU time" in readme
-    changes = []
-    for file in ('ffn_bccd-norms-600', 'ffn_dsb2018-norms'):
-        pruned, teacher = (by_seed(load(file).rows, name) for name in ('pruned 0.75', 'teacher'))
-        changes += [f'{100 * (ap - teacher[seed]):+.1f}' for seed, ap in pruned.items()]
-    assert '{} and {} (BCCD, two seeds), {} (DSB2018, one)'.format(*changes) in readme
 
 
 def test_converted_detectors_are_the_stored_results():
@@ -296,6 +293,24 @@ def test_tables_of_runtimes_are_the_stored_results():
     for stored in (detectors, backbones, int8_table(load('int8').rows)):
         assert stored in PAGE.read_text(), stored
     check_part('| | eager | deployed', detectors)
+
+
+def test_times_on_other_cpus_are_the_stored_results():
+    epyc, avx2 = load('runtimes_epyc').rows, load('runtimes_avx2').rows
+    for stored in (runtimes_table(epyc), runtimes_table(avx2), forms_table(load('cpu_forms').rows)):
+        assert stored in PAGE.read_text(), stored
+    page, fewer = ' '.join((ROOT / 'docs/latency.md').read_text().split()), channels_table(epyc)
+    assert ' '.join(fewer.split()) in page, fewer
+    ratios = [row['to_layer_norm'] for row in epyc if 'half' in row['name']]
+    assert f'take {min(ratios):.2f} to {max(ratios):.2f} of the time' in page
+    readme = ' '.join((ROOT / 'README.md').read_text().split())
+    assert f'{min(ratios):.2f} to {max(ratios):.2f} of the time in the same form' in readme
+    times = {row['form']: row['to_mmdet'] for row in epyc if row['name'] == 'Swin-T, LayerNorm'}
+    low, deployed = times['OpenVINO, bfloat16'], times['deployed, bfloat16']
+    assert f'{low:.2f} with AVX-512 alone (deployed: {deployed:.2f})' in page
+    assert f'{low:.2f} without ({deployed:.2f})' in readme
+    swin, pvt = (row['to_mmdet'] for row in avx2 if row['form'] == 'deployed' and 'LayerNorm' in row['name'])
+    assert f'Swin-T {swin:.2f}, PVT-S {pvt:.2f} (AVX2)' in readme
 
 
 def test_tables_of_the_gpu_are_the_stored_results():
