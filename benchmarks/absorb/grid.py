@@ -16,7 +16,6 @@ and added to benchmarks/results/grid_NAME.json.
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -34,8 +33,9 @@ from torch.utils.data import DataLoader
 from benchmarks.absorb.run import IN_PROCESS
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
-from slab_det.absorption import student
+from slab_det.absorption import refit, student
 from slab_det.absorption.regression import CrossMoments, rank_channels
+from slab_det.absorption.student import channels_left
 from slab_det.checkpoints import build_detector
 from slab_det.data import set_data_root
 from slab_det.fusion.channels import HiddenChannels, find_channels, keep_channels
@@ -129,16 +129,11 @@ def look(teacher: nn.Module, images: DataLoader) -> dict[str, Hidden]:
     return found
 
 
-def kept(count: int, share: float) -> int:
-    """The number of channels that stay, as ``slab_det.absorb`` counts it."""
-    return 8 * max(1, math.ceil(share * count / 8 - 1e-9))
-
-
 def prune(teacher: nn.Module, hidden: Mapping[str, Hidden], selector: str, fit: str, share: float) -> nn.Module:
     """A pruned copy of the teacher, with a fit that needs only the hidden values."""
     model = copy_module(teacher)
     for found in hidden.values():
-        stay = found.order(selector)[-kept(found.place.count, share) :].sort().values
+        stay = found.order(selector)[-channels_left(found.place.count, 1 - share) :].sort().values
         weight, bias = found.fit(fit, stay)
         keep_channels(model, found.place, stay)
         reader = model.get_submodule(found.place.readers[0])
@@ -150,13 +145,13 @@ def prune(teacher: nn.Module, hidden: Mapping[str, Hidden], selector: str, fit: 
 
 def with_order(orders: Mapping[str, Tensor]) -> AbstractContextManager:
     """Lets absorption remove channels in these orders, by the name of the place."""
-    original = student._prune
+    original = student.prune_and_refit
 
     def replaced(model: nn.Module, place: HiddenChannels, *args: object) -> float:
-        with mock.patch.object(student, 'rank_channels', lambda *_: (orders[place.name], None)):
+        with mock.patch.object(refit, 'rank_channels', lambda *_: (orders[place.name], None)):
             return original(model, place, *args)
 
-    return mock.patch.object(student, '_prune', replaced)
+    return mock.patch.object(student, 'prune_and_refit', replaced)
 
 
 def table(rows: list[dict]) -> str:

@@ -77,7 +77,7 @@ STUDENTS = {
 
 
 def students_table(rows: list[dict]) -> str:
-    """AP of every student, from 0 to 100, seed by seed.
+    """AP of every student, from 0 to 100, seed by seed, and the mean difference of mask AP with its interval.
 
     Args:
         rows: Rows of one ``absorb_DATASET.json``.
@@ -92,5 +92,6 @@ def students_table(rows: list[dict]) -> str:
             for key in titles
         ]
         if found:
-            cells.append([label, *(', '.join(column) or '–' for column in values)])
-    return format_table(['', *titles.values()], cells)
+            minus = _difference(rows, way) if len(found) == len(SEEDS) and way != 'teacher' else '–'
+            cells.append([label, *(', '.join(column) or '–' for column in values), minus])
+    return format_table(['', *titles.values(), f'mask AP {MINUS}'], cells)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,28 +16,11 @@ from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionRepo
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.plan import AbsorptionPlan, Step
-from slab_det.absorption.regression import (
-    Affine,
-    CrossMoments,
-    choose_fit,
-    diagonal_fit,
-    join_channels,
-    measured_part,
-    rank_channels,
-    reduce_rank,
-)
+from slab_det.absorption.refit import prune_and_refit, refit
+from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, reduce_rank
 from slab_det.absorption.tokens import input_tokens, output_tokens, sample_patches, sample_rows
 from slab_det.absorption.walk import Probe, Walk
-from slab_det.fusion.channels import (
-    HiddenChannels,
-    columns_of,
-    find_channels,
-    input_weight,
-    keep_channels,
-    output_parameters,
-    resize_channels,
-    set_input_weight,
-)
+from slab_det.fusion.channels import HiddenChannels, find_channels, output_parameters, resize_channels
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report
 from slab_det.fusion.fusion_report import FusionReport
 from slab_det.runtime import read_checkpoint
@@ -99,6 +82,11 @@ def copy_teacher(plan: AbsorptionPlan) -> nn.Module:
         if fusion.outcome != 'absorbed':
             apply_fold(model, fusion)
     return model
+
+
+def channels_left(count: int, removed: float) -> int:
+    """The number of channels that stay, a multiple of 8, when a share of them is removed."""
+    return 8 * max(1, math.ceil((1 - removed) * count / 8 - 1e-9))
 
 
 # Most inputs of a layer that is fitted again because maps lost channels: the sums of more would take gigabytes.
@@ -259,7 +247,7 @@ class Absorption:
         elif place.tokens:
             return None
         else:
-            kept = 8 * max(1, math.ceil((1 - self.channels) * place.count / 8 - 1e-9))
+            kept = channels_left(place.count, self.channels)
         if not place.reason and kept < place.count:
             return place, kept
         reason = place.reason or ('' if isinstance(self.channels, Mapping) else 'it has too few hidden channels')
@@ -313,7 +301,7 @@ class Absorption:
                 moments[is_held_out(batch)].add(input_tokens(layer, source, output), error, weight)
             del targets, calls, target, source, output, error
         _check_finite(step.name, *moments)
-        self.report.refits[step.name] = _refit(layer, *moments)
+        self.report.refits[step.name] = refit(layer, *moments)
 
     def _fit_readers(self, block: str, finish: str, place: HiddenChannels, kept: int) -> None:
         """Prunes channels of a head, and fits the layers that read them so that their outputs are the teacher's."""
@@ -336,7 +324,7 @@ class Absorption:
                     del source, output, parts
             del targets, own
         _check_finite(place.name, *(part for parts in moments for part in parts))
-        left = _prune(self.model, place, kept, moments)
+        left = prune_and_refit(self.model, place, kept, moments)
         self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left))
 
     def _fit_writer(
@@ -369,103 +357,11 @@ class Absorption:
                 bias = torch.zeros_like(part.mean_y) if layer.bias is None else layer.bias.detach()
                 part.add_to_target(layer.weight.detach().flatten(1), bias)
             share = measured_part(*moments).variance() / measured_part(*streams).variance()
-            left = share * _prune(self.model, place, kept, [moments])
+            left = share * prune_and_refit(self.model, place, kept, [moments])
             logits = self.lost_logits.get(place.name)
             self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left, logits=logits))
         else:
-            self.report.refits[step.name] = _refit(layer, *moments)
-
-
-@torch.no_grad()
-def _refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMoments) -> float:
-    """Adds to a layer the fit of the stream's error, the target of the moments, on the layer's input.
-
-    Returns the mean squared error after the fit over the mean squared error before.
-    """
-    if layer.bias is None:
-        # A model rebuilt from its config would have no bias here, so the fit has no shift.
-        moments, held_out = moments.about_zero(), held_out.about_zero()
-    fit = choose_fit(moments, held_out, torch.zeros_like(moments.xy.T))
-    judge = measured_part(moments, held_out)
-    before, after = judge.mean_square(), judge.unexplained(fit) * judge.variance()
-    if after >= before:
-        return 1.0
-    layer.weight += fit.matrix.view_as(layer.weight)
-    if layer.bias is not None:
-        layer.bias += fit.shift
-    return after / before
-
-
-@torch.no_grad()
-def _prune(
-    model: nn.Module, place: HiddenChannels, kept: int, levels: Sequence[tuple[CrossMoments, CrossMoments]]
-) -> float:
-    """Removes hidden channels and refits the layers that read them.
-
-    Args:
-        model: The student.
-        place: The place of the channels.
-        kept: Number of channels to leave.
-        levels: The sums to fit and to hold out, for the readers of each level: the channels and the readers' outputs.
-
-    Returns:
-        The squared error over the variance of the targets, the mean over levels.
-    """
-    readers = [[*map(model.get_submodule, names)] for names in place.readers_of_levels]
-    weights = [torch.cat([*map(input_weight, layers)]).double() for layers in readers]
-    # Outputs of several layers, such as classes and boxes, have different units.
-    apart = len(place.readers) > 1
-    units = [moments.deviation() if apart else torch.ones_like(moments.mean_y) for moments, _ in levels]
-    weights = [weight / unit[:, None] for weight, unit in zip(weights, units, strict=True)]
-    targets = [[part.divide_target(unit) for part in parts] for parts, unit in zip(levels, units, strict=True)]
-    fitted = [
-        [_without_bias(part, layers, unit) for part in parts]
-        for parts, layers, unit in zip(targets, readers, units, strict=True)
-    ]
-    joint = join_channels([moments for moments, _ in fitted], place.count)
-    order, _ = rank_channels(joint, place.heads, len(joint.xx) // place.count * place.group)
-    stay = columns_of(order[-kept // place.group :].sort().values, place.group)
-    fits, errors = [], []
-    for weight, target, (moments, held_out), layers, unit in zip(weights, targets, fitted, readers, units, strict=True):
-        inputs = columns_of(stay, weight.shape[1] // place.count)
-        # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
-        priors = moments.project(weight, inputs), weight[:, inputs]
-        moments, held_out = moments.select(inputs), held_out.select(inputs)
-        judge = measured_part(moments, held_out)
-        fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
-        fits.append(Affine(fit.matrix * unit[:, None], fit.shift * unit))
-        shift = fit.shift + _fixed_bias(layers, unit)
-        errors.append(measured_part(*target).select(inputs).unexplained(fit._replace(shift=shift)))
-    keep_channels(model, place, stay)
-    for fit, layers in zip(fits, readers, strict=True):
-        sizes = [len(input_weight(layer)) for layer in layers]
-        for layer, matrix, shift in zip(layers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
-            set_input_weight(layer, matrix)
-            if not _has_fixed_bias(layers):
-                layer.bias.copy_(shift)
-    return sum(errors) / len(errors)
-
-
-def _has_fixed_bias(readers: Iterable[nn.Module]) -> bool:
-    """Whether readers keep their bias: one has none, or is a transposed convolution, whose outputs share one."""
-    return any(layer.bias is None or isinstance(layer, nn.ConvTranspose2d) for layer in readers)
-
-
-def _fixed_bias(readers: Iterable[nn.Module], unit: Tensor) -> Tensor:
-    """The bias of each output of readers, over its unit, where they keep it; otherwise 0."""
-    biases = []
-    for layer in readers:
-        rows = len(input_weight(layer))
-        fixed = _has_fixed_bias(readers) and layer.bias is not None
-        biases.append(layer.bias.repeat_interleave(rows // len(layer.bias)) if fixed else unit.new_zeros(rows))
-    return torch.cat(biases) / unit
-
-
-def _without_bias(moments: CrossMoments, readers: Iterable[nn.Module], unit: Tensor) -> CrossMoments:
-    """The sums for a fit of the readers: about zero and without the bias if they keep it."""
-    if not _has_fixed_bias(readers):
-        return moments
-    return moments.subtract_from_target(_fixed_bias(readers, unit)).about_zero()
+            self.report.refits[step.name] = refit(layer, *moments)
 
 
 def _kept_channels(report: AbsorptionReport) -> dict[str, int]:

@@ -1,0 +1,110 @@
+"""Fits layers of a student again, so that their outputs approach the teacher's, and prunes the channels they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from slab_det.absorption.regression import (
+    Affine,
+    CrossMoments,
+    choose_fit,
+    join_channels,
+    measured_part,
+    rank_channels,
+)  # fmt: skip
+from slab_det.fusion.channels import HiddenChannels, columns_of, input_weight, keep_channels, set_input_weight
+
+
+@torch.no_grad()
+def refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMoments) -> float:
+    """Adds to a layer the fit of the stream's error, the target of the moments, on the layer's input.
+
+    Returns the mean squared error after the fit over the mean squared error before.
+    """
+    if layer.bias is None:
+        # A model rebuilt from its config would have no bias here, so the fit has no shift.
+        moments, held_out = moments.about_zero(), held_out.about_zero()
+    fit = choose_fit(moments, held_out, torch.zeros_like(moments.xy.T))
+    judge = measured_part(moments, held_out)
+    before, after = judge.mean_square(), judge.unexplained(fit) * judge.variance()
+    if after >= before:
+        return 1.0
+    layer.weight += fit.matrix.view_as(layer.weight)
+    if layer.bias is not None:
+        layer.bias += fit.shift
+    return after / before
+
+
+@torch.no_grad()
+def prune_and_refit(
+    model: nn.Module, place: HiddenChannels, kept: int, levels: Sequence[tuple[CrossMoments, CrossMoments]]
+) -> float:
+    """Removes hidden channels and refits the layers that read them.
+
+    Args:
+        model: The student.
+        place: The place of the channels.
+        kept: Number of channels to leave.
+        levels: The sums to fit and to hold out, for the readers of each level: the channels and the readers' outputs.
+
+    Returns:
+        The squared error over the variance of the targets, the mean over levels.
+    """
+    readers = [[*map(model.get_submodule, names)] for names in place.readers_of_levels]
+    weights = [torch.cat([*map(input_weight, layers)]).double() for layers in readers]
+    # Outputs of several layers, such as classes and boxes, have different units.
+    apart = len(place.readers) > 1
+    units = [moments.deviation() if apart else torch.ones_like(moments.mean_y) for moments, _ in levels]
+    weights = [weight / unit[:, None] for weight, unit in zip(weights, units, strict=True)]
+    targets = [[part.divide_target(unit) for part in parts] for parts, unit in zip(levels, units, strict=True)]
+    fitted = [
+        [_without_bias(part, layers, unit) for part in parts]
+        for parts, layers, unit in zip(targets, readers, units, strict=True)
+    ]
+    joint = join_channels([moments for moments, _ in fitted], place.count)
+    order, _ = rank_channels(joint, place.heads, len(joint.xx) // place.count * place.group)
+    stay = columns_of(order[-kept // place.group :].sort().values, place.group)
+    fits, errors = [], []
+    for weight, target, (moments, held_out), layers, unit in zip(weights, targets, fitted, readers, units, strict=True):
+        inputs = columns_of(stay, weight.shape[1] // place.count)
+        # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
+        priors = moments.project(weight, inputs), weight[:, inputs]
+        moments, held_out = moments.select(inputs), held_out.select(inputs)
+        judge = measured_part(moments, held_out)
+        fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
+        fits.append(Affine(fit.matrix * unit[:, None], fit.shift * unit))
+        shift = fit.shift + _fixed_bias(layers, unit)
+        errors.append(measured_part(*target).select(inputs).unexplained(fit._replace(shift=shift)))
+    keep_channels(model, place, stay)
+    for fit, layers in zip(fits, readers, strict=True):
+        sizes = [len(input_weight(layer)) for layer in layers]
+        for layer, matrix, shift in zip(layers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
+            set_input_weight(layer, matrix)
+            if not _has_fixed_bias(layers):
+                layer.bias.copy_(shift)
+    return sum(errors) / len(errors)
+
+
+def _has_fixed_bias(readers: Iterable[nn.Module]) -> bool:
+    """Whether readers keep their bias: one has none, or is a transposed convolution, whose outputs share one."""
+    return any(layer.bias is None or isinstance(layer, nn.ConvTranspose2d) for layer in readers)
+
+
+def _fixed_bias(readers: Iterable[nn.Module], unit: Tensor) -> Tensor:
+    """The bias of each output of readers, over its unit, where they keep it; otherwise 0."""
+    biases = []
+    for layer in readers:
+        rows = len(input_weight(layer))
+        fixed = _has_fixed_bias(readers) and layer.bias is not None
+        biases.append(layer.bias.repeat_interleave(rows // len(layer.bias)) if fixed else unit.new_zeros(rows))
+    return torch.cat(biases) / unit
+
+
+def _without_bias(moments: CrossMoments, readers: Iterable[nn.Module], unit: Tensor) -> CrossMoments:
+    """The sums for a fit of the readers: about zero and without the bias if they keep it."""
+    if not _has_fixed_bias(readers):
+        return moments
+    return moments.subtract_from_target(_fixed_bias(readers, unit)).about_zero()
