@@ -75,7 +75,7 @@ def main() -> None:
         report = folder / 'report.json'
         arguments = ['--data-root', Path(args.data_root).resolve(), '--runtime', runtime, '--json', report]
         arguments += ['--work-dir', folder / 'test']
-        call('tools/test_onnx.py', ROOT / CONFIGS[args.dataset], files[kind], *arguments)
+        call('tools/test_onnx.py', detector[0], files[kind], *arguments)
         return {kind: values['AP'] for kind, values in json.loads(report.read_text())['ap'].items()}
 
     for name, *paths in args.detector:

@@ -75,8 +75,9 @@ class Row(NamedTuple):
 
 
 SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
-RETINANET, RETINANET_CONFIG = ('RetinaNet PVT-T, mmdet',) * 2, 'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py'
-# What is left of a Mask R-CNN with Swin-T or PVT-S at 800x1216.
+RETINANET = ('RetinaNet PVT-T, mmdet',) * 2
+RETINANET_CONFIG = 'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py'
+# Eighths that leave half, or a third, of the multiply-adds of a Mask R-CNN with Swin-T or PVT-S at 800x1216.
 HALF, THIRD = {'ffn': 1, 'rpn_conv': 3, 'neck': 8}, {'ffn': 1, 'rpn_conv': 3}
 ROWS = {
     SWIN[0]: Row('mask_rcnn_swin_t', *SWIN, type='SwinTransformer'),

@@ -68,7 +68,7 @@ STUDENTS = {
     'channels 0.33': '`--channels 0.33`',
     'channels 0.33, tuned without labels': '... and 150 iterations without labels',
     'channels auto': '`--channels auto`',
-    'thin blocks': 'attention and FFNs alone, share of theirs',
+    'thin blocks': 'only attention and FFNs, share of theirs',
     'fewest norms': 'norms: `--keep auto`',
     'all gone': 'norms: `--keep none`',
     'affine FFNs': 'control: each FFN its best affine map',

@@ -55,6 +55,9 @@ def test_the_loss_that_an_agreement_means_is_fitted_to_the_stored_results():
     found = loss.find_students()
     assert loss.fit([*found.values()]) == pytest.approx(LOSS, abs=0.05)
     assert loss.table(found) in PAGE.read_text()
+    total = loss.table(found).splitlines()[-1]
+    count, share = re.search(r'\| (\d+) \|.* (\d+)% lost at most 1.0 more', total).groups()
+    assert f'{share} % of {count} students lost' in ' '.join((ROOT / 'docs/absorb.md').read_text().split())
     assert loss.heads_table(loss.find_students(with_heads=True)) in PAGE.read_text()
 
 
