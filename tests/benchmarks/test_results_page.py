@@ -8,6 +8,7 @@ import statistics
 import pytest
 
 from benchmarks.absorb import loss
+from benchmarks.absorb.grid import table as grid_table
 from benchmarks.absorb.size import table as size_table
 from benchmarks.absorb.table import absorption_table, students_table
 from benchmarks.cpu_forms import table as forms_table
@@ -282,6 +283,7 @@ def test_table_of_the_hard_teacher_is_the_stored_results():
     lost = [f'{100 * statistics.mean(ap[seed] - own[seed] for seed in ap):.1f}' for own in students]
     readme = ' '.join((ROOT / 'README.md').read_text().split())
     text = f'loses {lost[0]} of {100 * statistics.mean(ap.values()):.1f} AP.*half of its multiply-adds {lost[1]} AP'
+    assert grid_table(load('grid_hard').rows) in PAGE.read_text()
     assert re.search(text, readme) and f'AP change: -{lost[1]} ([hard teacher]' in readme
 
 
