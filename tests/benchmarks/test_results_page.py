@@ -20,7 +20,7 @@ from benchmarks.quickstart import table as quickstart_table
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import channels_table
 from benchmarks.runtimes import table as runtimes_table
-from slab_det.compare.agreement import LOSS
+from slab_det.compare.agreement import LOSS, LOSS_EVIDENCE
 
 PAGE = ROOT / 'benchmarks' / 'README.md'
 
@@ -58,6 +58,7 @@ def test_the_loss_that_an_agreement_means_is_fitted_to_the_stored_results():
     assert loss.table(found) in PAGE.read_text()
     total = loss.table(found).splitlines()[-1]
     count, share = re.search(r'\| (\d+) \|.* (\d+)% lost at most 1.0 more', total).groups()
+    assert LOSS_EVIDENCE == f'Of {count} students, {share} % lost at most 1 AP more than expected.'
     assert f'{share} % of {count} students lost' in ' '.join((ROOT / 'docs/absorb.md').read_text().split())
     assert loss.heads_table(loss.find_students(with_heads=True)) in PAGE.read_text()
 

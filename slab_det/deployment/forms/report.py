@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slab_det.compare.agreement import Detections
+from slab_det.compare.agreement import LOSS_EVIDENCE, Detections
 from slab_det.deployment.forms.choice import FEW_DETECTIONS, QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.deployment.forms.folder import FILE, SCHEMA, is_folder, read_folder
 from slab_det.measure.markdown import format_table
@@ -132,7 +132,7 @@ class OptimizationReport:
             "ms: the ratio times eager's median" + ('; * is as fast as the recommended form.' if ties else '.'),
             f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
             f'held-out images as the truth. Expected loss: in points, {_describe_ap(content["ap"], base)}; in brackets '
-            'at two standard errors of the agreement. Of 68 students, 91 % lost at most 1 AP more than expected.',
+            f'at two standard errors of the agreement. {LOSS_EVIDENCE}',
             *[SHORT] * is_short,
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
