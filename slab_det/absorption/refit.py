@@ -14,15 +14,21 @@ from slab_det.absorption.regression import (
     join_channels,
     measured_part,
     rank_channels,
-)  # fmt: skip
+)
 from slab_det.fusion.channels import HiddenChannels, columns_of, input_weight, keep_channels, set_input_weight
 
 
 @torch.no_grad()
 def refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMoments) -> float:
-    """Adds to a layer the fit of the stream's error, the target of the moments, on the layer's input.
+    """Adds to a layer the affine map of its input that best explains the error of its output or of the stream.
 
-    Returns the mean squared error after the fit over the mean squared error before.
+    Args:
+        layer: A linear layer, or a convolution without groups, (C_out, C_in, ...); changed in place.
+        moments: Sums to fit: the inputs of the layer, as columns of its flattened weight, and the error, (C_out,).
+        held_out: The same of held-out images, which choose the ridge.
+
+    Returns:
+        The mean squared error after the fit over the mean squared error before; 1 if the layer stays as it is.
     """
     if layer.bias is None:
         # A model rebuilt from its config would have no bias here, so the fit has no shift.
