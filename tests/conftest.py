@@ -36,6 +36,7 @@ from mmengine.visualization import Visualizer
 from torch import nn
 from yapf.yapflib import yapf_api
 
+from slab_det.machine import MACHINE
 from slab_det.runtime.errors import SlabDetError, describe_error
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -94,6 +95,21 @@ def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
     else:
         cfg.bbox_head.update(in_channels=16, feat_channels=64, num_classes=3)
     return cfg
+
+
+# What MACHINE says of a processor with AVX2 alone, with AVX-512 and bfloat16, with AMX, and of a machine with a GPU.
+PRETENDED = {
+    'avx2': dict(has_gpu=False, multiplies_bfloat16=False, openvino_precisions=('FP32', 'INT8')),
+    'avx512': dict(has_gpu=False, multiplies_bfloat16=True, openvino_precisions=('FP32', 'BF16', 'INT8')),
+    'amx': dict(has_gpu=False, multiplies_bfloat16=True, openvino_precisions=('FP32', 'BF16', 'FP16', 'INT8')),
+    'gpu': dict(has_gpu=True, multiplies_bfloat16=True, openvino_precisions=('FP32', 'BF16', 'INT8')),
+}
+
+
+def pretend_machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes :data:`slab_det.machine.MACHINE` say what it would say on one of :data:`PRETENDED`."""
+    for name, value in PRETENDED[kind].items():
+        monkeypatch.setattr(MACHINE, name, value)
 
 
 class HalfWindowMSA(WindowMSA):

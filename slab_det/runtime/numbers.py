@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from numbers import Integral
 
 import PIL.Image
 
+from slab_det.machine import MACHINE
 from slab_det.runtime.errors import SlabDetError
 
 
@@ -22,7 +22,9 @@ def check_size(size: Sequence[int], error: type[SlabDetError] = SlabDetError) ->
 
 
 def check_threads(threads: int | None, error: type[SlabDetError] = SlabDetError, least: int = 1) -> None:
-    """Raises ``error`` unless ``threads`` is None or a number of threads that this machine can have."""
-    most = os.cpu_count() or 1
+    """Raises ``error`` unless ``threads`` is None or a number of threads that this process may use."""
+    most = MACHINE.processors
     if threads is not None and not (isinstance(threads, Integral) and least <= threads <= most):
-        raise error(f'--threads {threads}: give a whole number from {least} to {most}, the processors of this machine')
+        raise error(
+            f'--threads {threads}: give a whole number from {least} to {most}, the processors that this process may use'
+        )

@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from slab_det.deployment.export.int8_sums import cuts_off_sums
 from slab_det.deployment.export.settings import follow_config
 from slab_det.deployment.masks import check_form, enlarge_masks, paste_masks
+from slab_det.machine import openvino_core
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.numbers import check_threads
@@ -68,23 +68,12 @@ def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Cal
     return lambda image: session.run(None, {'image': image})
 
 
-@lru_cache(None)
-def _openvino_core() -> Any:
-    # One for the process, which ends with it: a Core installs a signal stack, and removing Cores in another order than
-    # LIFO leaves a stack that is freed, so that the next signal with a handler kills the process (OpenVINO 2026.2).
-    return import_extra('openvino').Core()
-
-
-def openvino_precisions() -> list[str]:
-    """The precisions in which OpenVINO computes fast on this CPU, such as 'FP32', 'BF16' and 'INT8'."""
-    return _openvino_core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
-
-
 def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
     options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
     if threads:
         options['INFERENCE_NUM_THREADS'] = threads
-    core = _openvino_core()
+    import_extra('openvino')
+    core = openvino_core()
     try:
         request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
     except RuntimeError as error:

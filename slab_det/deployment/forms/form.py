@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 
-from slab_det.deployment.cpu.linear import ONEDNN_DTYPES
+from slab_det.machine import MACHINE
 
 # Runtime of slab_det.load_detector: its name in tables.
 RUNTIMES = {'eager': 'eager', 'torch': 'deployed', 'onnxruntime': 'ONNX Runtime', 'openvino': 'OpenVINO'}
@@ -96,26 +95,22 @@ class Form:
 
     def find_missing(self, device: str) -> str:
         """Returns what this machine lacks to run the form on ``device``, or ''."""
-        if device != 'cpu' and not torch.cuda.is_available():
+        if device != 'cpu' and not MACHINE.has_gpu:
             return 'a GPU that PyTorch sees'
         if self.is_exported:
             missing = [name for name in ('onnx', self.runtime) if find_spec(name) is None]
             if missing:
                 extra = 'openvino' if self.runtime == 'openvino' else 'onnx'
                 return f'the package{"s" * (len(missing) > 1)} {" and ".join(missing)} (pip install -e ".[{extra}]")'
-            if self.runtime == 'openvino' and self.precision == 'bfloat16' and not _openvino_takes_bfloat16():
+            if (
+                self.runtime == 'openvino'
+                and self.precision == 'bfloat16'
+                and 'BF16' not in MACHINE.openvino_precisions
+            ):
                 return 'a CPU that multiplies bfloat16 in OpenVINO'
-        elif self.precision == 'bfloat16' and device == 'cpu' and torch.bfloat16 not in ONEDNN_DTYPES:
+        elif self.precision == 'bfloat16' and device == 'cpu' and not MACHINE.multiplies_bfloat16:
             return 'a CPU that multiplies bfloat16 (AVX-512)'
         return ''
-
-
-@lru_cache(None)
-def _openvino_takes_bfloat16() -> bool:
-    # The import takes half a second, which other forms do not need.
-    from slab_det.deployment.export.runtime import openvino_precisions
-
-    return 'BF16' in openvino_precisions()
 
 
 def list_forms(device: str) -> Iterator[Form]:

@@ -1,0 +1,78 @@
+"""What this machine computes: asked in one place, so that tests can pretend another machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cached_property, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The limit of processor time of a container: microseconds and their period, in one file or two ("-1" or "max": none).
+_QUOTAS = (
+    ('/sys/fs/cgroup/cpu.max',),
+    ('/sys/fs/cgroup/cpu/cpu.cfs_quota_us', '/sys/fs/cgroup/cpu/cpu.cfs_period_us'),
+)
+
+
+class Machine:
+    """A machine; each answer is found at its first use, because some need an import of half a second.
+
+    Tests pretend a machine by setting attributes of :data:`MACHINE`.
+    """
+
+    @cached_property
+    def has_gpu(self) -> bool:
+        """Whether PyTorch sees a GPU."""
+        return torch.cuda.is_available()
+
+    @cached_property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether PyTorch multiplies bfloat16 on the CPU at the speed of float32 or faster: with AVX-512."""
+        # An internal operator, which another PyTorch may lack; tests/test_private_torch.py runs it.
+        is_supported = getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
+        is_fast = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == 'AVX512'
+        return is_fast and is_supported()
+
+    @cached_property
+    def openvino_precisions(self) -> tuple[str, ...]:
+        """What OpenVINO computes fast on the CPU, such as 'FP32', 'BF16' and 'INT8'; () where it is not installed."""
+        if find_spec('openvino') is None:
+            return ()
+        return tuple(openvino_core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES'))
+
+    @cached_property
+    def processors(self) -> int:
+        """The number of processors that this process may use: by its affinity, and by the quota of its container."""
+        # Only Linux tells the affinity; os.cpu_count counts the processors of the host.
+        count = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+        return max(1, min(count, math.ceil(_read_quota(count))))
+
+
+def _read_quota(default: float) -> float:
+    """The processors that the cgroup of this process may use, or ``default`` where there is no limit."""
+    for files in _QUOTAS:
+        try:
+            quota, period = ' '.join(Path(file).read_text() for file in files).split()
+            if float(quota) > 0:
+                return float(quota) / float(period)
+        except (OSError, ValueError):  # no such file, or 'max'
+            continue
+    return default
+
+
+@lru_cache(None)
+def openvino_core() -> Any:
+    """The Core of OpenVINO: one for the process, which ends with it.
+
+    A Core installs a signal stack, and removing Cores in another order than LIFO leaves a stack that is freed, so that
+    the next signal with a handler kills the process (OpenVINO 2026.2).
+    """
+    return import_module('openvino').Core()
+
+
+MACHINE = Machine()

@@ -1,0 +1,69 @@
+"""MACHINE tells what a process may use, and a pretended machine decides which forms run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from conftest import PRETENDED, pretend_machine
+
+from slab_det import machine
+from slab_det.deployment.forms.form import list_forms
+from slab_det.machine import Machine
+from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.numbers import check_threads
+
+ON_CPU = {
+    *('eager', 'deployed', 'deployed-bfloat16', 'onnxruntime', 'onnxruntime-int8'),
+    *('openvino', 'openvino-bfloat16', 'openvino-int8'),
+}
+BFLOAT16 = {'deployed-bfloat16', 'openvino-bfloat16'}
+
+
+@pytest.mark.parametrize('kind', PRETENDED)
+def test_forms_that_run_are_those_of_the_machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_machine(kind, monkeypatch)
+    found = {device: {f.key for f in list_forms(device) if not f.find_missing(device)} for device in ('cpu', 'cuda')}
+    expected = dict(cpu=ON_CPU - BFLOAT16 if kind == 'avx2' else ON_CPU, cuda=set())
+    if kind == 'gpu':
+        expected['cuda'] = {'eager', 'deployed', 'deployed-float16'}
+    assert found == expected
+
+
+def test_a_form_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_machine('avx2', monkeypatch)
+    missing = {form.key: form.find_missing('cpu') for form in list_forms('cpu')}
+    assert {key for key, reason in missing.items() if reason} == BFLOAT16
+    assert all('a CPU that multiplies bfloat16' in missing[key] for key in BFLOAT16)
+
+
+def test_processors_are_those_of_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {3}, raising=False)
+    monkeypatch.setattr(os, 'cpu_count', lambda: 64)
+    assert Machine().processors == 1
+
+
+@pytest.mark.parametrize(
+    ('texts', 'expected'),
+    [
+        (['150000 100000\n'], 2),
+        (['max 100000\n'], 8),
+        (['50000\n', '100000\n'], 1),
+        (['-1\n', '100000\n'], 8),
+        ([], 8),
+    ],
+)
+def test_processors_are_those_of_the_quota(texts, expected, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [str(tmp_path / f'{i}') for i in range(len(texts))] or [str(tmp_path / 'absent')]
+    for file, text in zip(files, texts, strict=False):
+        (tmp_path / file).write_text(text)
+    monkeypatch.setattr(machine, '_QUOTAS', (tuple(files),))
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {*range(8)}, raising=False)
+    assert Machine().processors == expected
+
+
+def test_more_threads_than_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.MACHINE, 'processors', 2)
+    check_threads(2)
+    with pytest.raises(SlabDetError, match='from 1 to 2'):
+        check_threads(3)
