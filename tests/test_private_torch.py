@@ -19,17 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 import slab_det
 from slab_det.compare.rounding import RoundedArithmetic
-from slab_det.deployment.cpu import linear
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.deployment.gpu import graph, layers
 from slab_det.fusion.fuse import LIVE_NORMS
+from slab_det.machine import Machine
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.norms import RepBN, TokenBN
 from slab_det.norms.base import is_recomputing
 from slab_det.runtime.errors import DeploymentError
 from slab_det.runtime.ops import roi_align_backward
 
-NEEDS_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this PyTorch has no oneDNN')
 SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
 FILES = sorted(Path(slab_det.__file__).parent.rglob('*.py'))
 PINNED: set[str] = set()
@@ -98,28 +97,13 @@ def test_every_name_of_pytorch_exists_in_this_version():
     assert not missing
 
 
-@NEEDS_ONEDNN
-@pins('torch.ops.mkldnn._linear_pointwise', 'torch.ops.mkldnn._linear_pointwise.binary')
-def test_linear_layers_of_onednn(monkeypatch):
-    monkeypatch.setattr(linear, 'ONEDNN_DTYPES', (torch.float32,))
-    x, weight, bias, residual = torch.randn(5, 7), torch.randn(6, 7), torch.randn(6), torch.randn(5, 6)
-    assert linear.takes_onednn(x, weight)
-    for activation, function in (('none', lambda y: y), ('gelu', F.gelu)):
-        torch.testing.assert_close(linear.linear(x, weight, bias, activation), function(F.linear(x, weight, bias)))
-    torch.testing.assert_close(linear.linear_add(x, weight, bias, residual), residual + F.linear(x, weight, bias))
-
-
-def test_linear_layers_without_the_operators_of_onednn(monkeypatch):
-    monkeypatch.setattr(torch.ops, 'mkldnn', object())
-    monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX512')
-    assert linear._onednn_dtypes() == ()
-
-
-@NEEDS_ONEDNN
 @pins('torch.ops.mkldnn._is_mkldnn_bf16_supported')
 def test_onednn_says_whether_it_has_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX512')
-    assert torch.ops.mkldnn._is_mkldnn_bf16_supported() == (torch.bfloat16 in linear._onednn_dtypes())
+    if torch.backends.mkldnn.is_available():
+        assert Machine().multiplies_bfloat16 == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    monkeypatch.setattr(torch.ops, 'mkldnn', object())
+    assert not Machine().multiplies_bfloat16, 'a PyTorch without the operator'
 
 
 @pins('torch._addmm_activation')
@@ -131,7 +115,6 @@ def test_linear_layer_with_relu(monkeypatch):
     torch.testing.assert_close(layers.linear_relu(x, weight, bias), expected)
 
 
-@NEEDS_ONEDNN
 @pins('torch.ops.aten._scaled_dot_product_flash_attention_for_cpu')
 def test_multiply_adds_of_internal_operators():
     x, weight, q = torch.randn(5, 7), torch.randn(6, 7), torch.randn(1, 2, 9, 4)

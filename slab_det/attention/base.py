@@ -39,8 +39,6 @@ class Attention(BaseModule):
 
     # Whether mix() gets q, k and v split by head, (B, h, N, d), or whole, (B, 1, N, C).
     heads_apart = True
-    # Whether mix() may be called with a part of the queries of a map.
-    queries_apart = True
 
     def __init__(
         self,

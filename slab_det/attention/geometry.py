@@ -27,8 +27,8 @@ def resize_table(
 class Geometry(ABC):
     """Base class of token layouts: what :meth:`Attention.mix` asks about the positions of queries and keys.
 
-    :class:`WindowGeometry` and :class:`MapGeometry` are for training, :mod:`slab_det.deployment.cpu.tiles` for deployed
-    models on a CPU, :mod:`slab_det.deployment.window_index` for export.
+    :class:`WindowGeometry` and :class:`MapGeometry` serve training and a CPU, :mod:`slab_det.deployment.window_index`
+    serves export.
 
     Attributes:
         query_shape: (H, W) of the window or map of the queries.

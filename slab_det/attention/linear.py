@@ -24,8 +24,6 @@ class LinearMixing(Attention):
     """
 
     heads_apart = False
-    # The convolution and the sums over the keys are computed once for all queries of a map.
-    queries_apart = False
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

@@ -97,7 +97,6 @@ class StripeAttention(MapAttention):
 
     # Stripes split the channels into heads themselves.
     heads_apart = False
-    queries_apart = False
 
     def __init__(
         self,

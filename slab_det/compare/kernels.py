@@ -45,12 +45,8 @@ def is_wrong(layer: nn.Module, output: Tensor, *args: object, **kwargs: object) 
 
 
 @contextmanager
-def find_wrong_layers(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[dict[str, nn.Module]]:
+def find_wrong_layers(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
     """Checks the half-precision convolutions and linear layers of a model on a CPU with the inputs that they get.
-
-    Args:
-        model: The model.
-        *kinds: Further classes that compute what one of :data:`PLAIN_LAYERS` does.
 
     Yields:
         The wrong layers by name, filled while the model runs.
@@ -67,7 +63,7 @@ def find_wrong_layers(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[dic
         layer.register_forward_hook(partial(check, name), with_kwargs=True)
         for name, layer in model.named_modules()
         # Exactly these classes: a subclass may compute something else, or take other arguments.
-        if type(layer) in (*PLAIN_LAYERS, *kinds) and _is_half(layer._parameters.get('weight'))
+        if type(layer) in PLAIN_LAYERS and _is_half(layer._parameters.get('weight'))
     ]
     try:
         yield found

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from slab_det.backbones.adopt import adopt
 from slab_det.backbones.base import Backbone
 from slab_det.compare.kernels import warn_of_wrong_kernels
-from slab_det.deployment.cpu.linear import deployed_linear
 from slab_det.deployment.cpu.patch_conv import patch_conv
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
-from slab_det.deployment.cpu.tiled_blocks import tile_blocks
 from slab_det.deployment.cpu.winograd import winograd_conv
 from slab_det.deployment.deformable import deployed_deformable
 from slab_det.deployment.gpu.ffn_kernels import triton_ffn
@@ -36,8 +34,8 @@ def deploy(
 ) -> nn.Module:
     """Makes a detector faster for inference; its results differ by rounding.
 
-    slab_det's blocks replace mmdet's, and feature maps are channels last. On a CPU, blocks run tile by tile, and linear
-    layers, RoIAlign and 3x3 convolutions have faster forms. On a GPU, blocks run as Triton kernels, and ``predict`` of
+    slab_det's blocks replace mmdet's, and feature maps are channels last. On a CPU, RoIAlign and 3x3 convolutions
+    have faster forms. On a GPU, blocks run as Triton kernels, and ``predict`` of
     a single image replays the CUDA graph for its size.
 
     A deployed model has no gradients, and its state dict has other keys: save the original model instead.
@@ -115,8 +113,6 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
     replace_layers(backbone, deployed_merging)
     replace_layers(model, deployed_deformable)
     if on_cpu:
-        tile_blocks(backbone)
-        replace_layers(model, deployed_linear)
         replace_layers(model, deployed_roi_align)
         is_half = (dtype or next(model.parameters()).dtype).itemsize == 2
         replace_layers(model, patch_conv if is_half else winograd_conv)
@@ -143,7 +139,6 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 def _check_inference_only(backbone: nn.Module, inputs: tuple) -> None:
     has_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    # A traced graph would contain the tiles of one image size.
     # PyTorch 2.6 cannot tell an export from torch.compile, which may run a deployed model.
     is_traced = torch.jit.is_tracing() or getattr(torch.compiler, 'is_exporting', bool)()
     if backbone.training or has_gradients or is_traced:

@@ -15,15 +15,6 @@ from slab_det.norms.folds import find_hooks
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 
 
-def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the blocks of exactly these classes; leaves out subclasses and blocks with hooks."""
-    return [
-        (name, block)
-        for name, block in backbone.named_modules()
-        if type(block) in kinds and not any(map(find_hooks, block.modules()))
-    ]
-
-
 class FFNLayers(NamedTuple):
     """The layers of an FFN, ``fc2(act(fc1(x)))``.
 

@@ -15,7 +15,6 @@ from slab_det.compare.difference import Comparison, accepted_difference, rms_dif
 from slab_det.compare.features import extract_features, input_channels
 from slab_det.compare.kernels import REMEDY, find_wrong_layers
 from slab_det.compare.rounding import explain_rounding
-from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import DeploymentError, name_some
 from slab_det.runtime.tensors import tensors_in
@@ -97,7 +96,7 @@ def _run_both(
         )
         return None
     try:
-        with find_wrong_layers(deployed, DeployedLinear) as wrong:
+        with find_wrong_layers(deployed) as wrong:
             found = _run(deployed, mode, seed)
     except Exception as error:
         raise DeploymentError(f'{kind} does not run {form} ({_one_line(error)}); {remedy}') from error

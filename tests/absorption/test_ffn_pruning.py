@@ -11,7 +11,6 @@ import slab_det
 from slab_det.absorption.absorb import absorb
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
-from slab_det.deployment.cpu.tiled_blocks import TiledFFN
 from slab_det.fusion import save_fused
 from slab_det.fusion.channels import find_channels
 
@@ -84,7 +83,6 @@ def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, 
         expected = raw_outputs(student, image)
         assert all(map(torch.equal, raw_outputs(rebuilt, image), expected))
         deployed = slab_det.deploy(rebuilt)
-        assert sum(isinstance(module, TiledFFN) for module in deployed.modules()) == len(ffns_of(student))
         assert relative_difference(deployed.extract_feat(image), student.extract_feat(image)) < 1e-4
 
 

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
-from slab_det.deployment.cpu import tiles
-from slab_det.deployment.cpu.tiled_blocks import TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.window_index import WindowIndex
 
 HEADS, DIMS = 2, 6
@@ -178,9 +176,6 @@ def make_map(word: str, ratio: int) -> nn.Module:
 def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape: tuple[int, int]) -> torch.Tensor:
     """The output of an attention that uses one of the geometries."""
     block = copy.deepcopy(block)
-    if geometry == 'tiles':
-        # In place, with the residual.
-        return TiledWindowAttention(nn.Identity(), block)(x.clone(), hw_shape) - x
     if geometry == 'symbolic':
         block.make_windows = WindowIndex
         return torch.cat([block(image[None], hw_shape) for image in x])
@@ -194,12 +189,11 @@ def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape:
 )
 @WORDS
 @torch.no_grad()
-def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height, width, side, shift):
-    monkeypatch.setattr(tiles, 'TILE_TOKENS', 2 * side * side)
+def test_windows_equal_the_formula_over_every_geometry(word, height, width, side, shift):
     block = make_block(word, side, shift)
     x = torch.randn(2, height * width, CHANNELS, dtype=torch.double)
     expected = shifted_formula(block, x, height, width)
-    for geometry in ('rolled', 'tiles', 'symbolic'):
+    for geometry in ('rolled', 'symbolic'):
         out = run(geometry, block, x, (height, width))
         torch.testing.assert_close(
             out, expected, rtol=1e-9, atol=1e-9, msg=f'{geometry}: {(out - expected).abs().max()}'
@@ -210,14 +204,11 @@ def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height
 @pytest.mark.parametrize('ratio', [1, 2])
 @WORDS
 @torch.no_grad()
-def test_maps_equal_the_formula_whole_and_in_tiles(monkeypatch, word, ratio, shape):
-    monkeypatch.setattr(tiles, 'TILE_TOKENS', 5)
+def test_maps_equal_the_formula(word, ratio, shape):
     attn = make_map(word, ratio)
     x = torch.randn(2, shape[0] * shape[1], CHANNELS, dtype=torch.double)
     expected = torch.stack([map_formula(attn, tokens, shape) for tokens in x])
-    tiled = TiledMapAttention(nn.Identity(), attn)(x.clone(), shape) - x
-    for out in (attn(x, shape) - x, tiled):
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(attn(x, shape) - x, expected, rtol=1e-10, atol=1e-10)
 
 
 @WORDS

@@ -27,13 +27,13 @@ from mmengine.runner.checkpoint import load_state_dict
 from torch import nn
 
 import slab_det
-from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
-from slab_det.backbones.blocks import Block, LinearFFN
-from slab_det.deployment.cpu import linear, tiles, winograd
-from slab_det.deployment.cpu.linear import DeployedLinear
+from slab_det.attention import SoftmaxWindowAttention
+from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
+from slab_det.deployment.cpu import winograd
 from slab_det.deployment.cpu.roi_align import DeployedRoIAlign
-from slab_det.deployment.cpu.tiled_blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
+from slab_det.deployment.gpu.ffn_kernels import TritonFFN
 from slab_det.deployment.gpu.layers import FusedConv, FusedFPN
+from slab_det.deployment.patch_merging import DeployedPatchMerging
 from slab_det.runtime.errors import DeploymentError
 
 PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
@@ -84,26 +84,15 @@ def form(request, monkeypatch) -> str:
     return request.param
 
 
-CPU_FORMS = {'many tiles, oneDNN': ('cpu', 3 * 49, True), 'few tiles, public operators': ('cpu', 2048, False)}
 # On a CPU, a GPU kernel falls back to its eager form.
-GPU_FORMS = {'on a GPU': ('gpu', 2048, False)}
+FORMS = {'cpu': BACKBONES, 'gpu': ('swin', 'swin, sla', 'pvt, no bias', 'cswin, sla')}
 
 
 @pytest.mark.parametrize(
-    ('name', 'form', 'tile', 'onednn'),
-    [
-        pytest.param(name, *values, id=f'{name}: {title}')
-        for forms, names in ((CPU_FORMS, BACKBONES), (GPU_FORMS, ('swin', 'swin, sla', 'pvt, no bias', 'cswin, sla')))
-        for title, values in forms.items()
-        for name in names
-    ],
-    indirect=['form'],
+    ('name', 'form'), [(name, form) for form, names in FORMS.items() for name in names], indirect=['form']
 )
 @torch.no_grad()
-def test_deployed_backbone_computes_the_same(fused_backbone, monkeypatch, name, form, tile, onednn):
-    monkeypatch.setattr(tiles, 'TILE_TOKENS', tile)
-    takes_float32 = onednn and torch.backends.mkldnn.is_available()
-    monkeypatch.setattr(linear, 'ONEDNN_DTYPES', {torch.float32} if takes_float32 else set())
+def test_deployed_backbone_computes_the_same(fused_backbone, name, form):
     model = fused_backbone(name)
     deployed = slab_det.deploy(model)
     double = slab_det.deploy(copy.deepcopy(model).double())
@@ -124,8 +113,7 @@ def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_de
     expected = [raw_outputs(model, images) for images in batches]
     deployed = slab_det.deploy(model)
     kinds = Counter(type(module) for module in deployed.modules())
-    assert kinds[TiledWindowAttention] == kinds[TiledFFN] == (6 if form == 'cpu' else 0)
-    for_cpus, for_gpus = {TiledFFN, DeployedLinear, DeployedRoIAlign, winograd.WinogradConv}, {FusedConv, FusedFPN}
+    for_cpus, for_gpus = {DeployedRoIAlign, winograd.WinogradConv}, {FusedConv, FusedFPN, TritonFFN}
     assert kinds.keys() & (for_cpus | for_gpus) == (for_cpus if form == 'cpu' else for_gpus)
     for images, reference in zip(batches, expected, strict=True):
         difference = relative_difference(raw_outputs(deployed, images), reference)
@@ -186,7 +174,7 @@ class OwnLinear(nn.Linear):
 
 
 @torch.no_grad()
-def test_modified_layers_are_not_replaced(fused_backbone):
+def test_modified_layers_are_not_replaced(fused_backbone, form):
     model, images = fused_backbone('swin'), torch.randn(1, 3, 64, 64)
     blocks = [block for stage in model.stages for block in stage.blocks]
     blocks[0].attn.w_msa.__class__ = OwnAttention
@@ -197,36 +185,34 @@ def test_modified_layers_are_not_replaced(fused_backbone):
     deployed = slab_det.deploy(model)
     seen.clear()
     assert relative_difference(deployed(images), expected) < 1e-4 and seen == [1]
-    kinds = [type(block.attn) for stage in deployed.stages for block in stage.blocks]
-    assert kinds == [ShiftedWindowAttention] * 3 + [TiledWindowAttention]
-    assert type(deployed.stages[1].blocks[1].ffn) is LinearFFN
+    kinds = [type(block.ffn) for stage in deployed.stages for block in stage.blocks]
+    assert kinds == ([TritonFFN] * 3 + [LinearFFN] if form == 'gpu' else [LinearFFN] * 4)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize('norm', ['LN', 'TokenBN'])
 @pytest.mark.parametrize(
-    ('stock', 'arguments', 'num_blocks', 'num_ffns'),
+    ('stock', 'arguments', 'num_blocks', 'has_ffns'),
     [
-        ('SwinTransformer', SWIN, 4, 4),
-        ('PyramidVisionTransformer', SMALL_PVT, 3, 3),
+        ('SwinTransformer', SWIN, 4, True),
+        ('PyramidVisionTransformer', SMALL_PVT, 3, True),
         # Its FFNs have a depthwise convolution.
-        ('PyramidVisionTransformerV2', dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 4, 8)), 4, 0),
+        ('PyramidVisionTransformerV2', dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 4, 8)), 4, False),
     ],
 )
-def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, num_ffns, norm, form):
+def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, has_ffns, norm, form):
     model = as_trained(MODELS.build(dict(arguments, type=stock, norm_cfg=dict(type=norm))))
     model, images = slab_det.fuse(model) if norm != 'LN' else model, torch.randn(2, 3, 72, 103)
     deployed = slab_det.deploy(model)
     assert relative_difference(deployed(images), model(images)) < 1e-4
     kinds = Counter(type(module) for module in deployed.modules())
-    tiled = kinds[TiledWindowAttention] + kinds[TiledMapAttention], kinds[TiledFFN]
-    assert kinds[Block] == num_blocks and tiled == ((num_blocks, num_ffns) if form == 'cpu' else (0, 0))
+    assert kinds[Block] == num_blocks and (kinds[TritonFFN] > 0) == (form == 'gpu' and has_ffns)
     found = slab_det.deploy(model, torch.bfloat16)(images)
     assert_rounded(found, rounded_layers(model, images, torch.bfloat16), model(images))
 
 
 @torch.no_grad()
-def test_an_ffn_with_layer_scale_is_not_replaced():
+def test_an_ffn_with_layer_scale_is_not_replaced(form):
     model = MODELS.build(dict(SWIN, type='SwinTransformer'))
     for stage in model.stages:
         for block in stage.blocks:
@@ -234,7 +220,7 @@ def test_an_ffn_with_layer_scale_is_not_replaced():
     model.eval()
     images = torch.randn(1, 3, 64, 64)
     deployed = slab_det.deploy(model)
-    assert not any(isinstance(module, TiledFFN) for module in deployed.modules())
+    assert not any(isinstance(module, TritonFFN) for module in deployed.modules())
     assert relative_difference(deployed(images), model(images)) < 1e-5
     # The attention alone is slab_det's, which runs in half precision; the trial of deploy compares the features.
     assert slab_det.deploy(model, torch.bfloat16).deployment_check is not None
@@ -266,7 +252,7 @@ def test_modified_mmdet_blocks_are_not_replaced():
 
 @torch.no_grad()
 @pytest.mark.parametrize('kind', ['SwinTransformer', 'SLABSwin'])
-def test_block_with_a_norm_over_all_tokens_is_not_tiled(kind):
+def test_block_with_a_norm_over_all_tokens_is_deployed(kind):
     class GlobalNorm(nn.Module):
         def forward(self, x):
             return x / x.norm(dim=1, keepdim=True)
@@ -301,14 +287,19 @@ def test_refused_model_is_unchanged(small_detector, prepare, arguments, message)
 
 def computes_something_else(monkeypatch):
     """Makes deployed blocks compute something else."""
-    monkeypatch.setattr(TiledFFN, 'forward', lambda self, x, *_: x)
+    monkeypatch.setattr(DeployedPatchMerging, 'forward', lambda self, *args: scaled(PatchMerging.forward(self, *args)))
+
+
+def scaled(merged):
+    tokens, hw_shape = merged
+    return tokens * 2, hw_shape
 
 
 def does_not_run(monkeypatch):
     def fail(self, x, *_):
         raise RuntimeError('view size is not\ncompatible')
 
-    monkeypatch.setattr(TiledFFN, 'forward', fail)
+    monkeypatch.setattr(DeployedPatchMerging, 'forward', fail)
 
 
 @pytest.mark.parametrize('inplace', [True, False])
@@ -429,12 +420,3 @@ def test_rounding_amplified_by_an_untrained_model_without_norms_is_accepted():
     check = slab_det.deploy(slab_det.fuse(model)).deployment_check
     # A trained Swin-T has 2e-7.
     assert check.difference > 1e-3 and check.num_values > 1e5
-
-
-def test_tiles_of_ten_image_sizes_in_turn_are_made_once():
-    tiles.window_tiles.cache_clear()
-    for width in [*range(80, 180, 10)] * 2:
-        for stage in range(4):
-            for shift in (0, 3):
-                tiles.window_tiles(100 >> stage, width >> stage, 7, shift, 2048, torch.device('cpu'))
-    assert tiles.window_tiles.cache_info().misses == 10 * 4 * 2

@@ -10,15 +10,11 @@ import torch
 from conftest import as_trained
 from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
-from torch import nn
 
 import slab_det
-from slab_det.backbones.blocks import LinearFFN
-from slab_det.deployment.cpu.tiled_blocks import TiledFFN
 from slab_det.deployment.export import ExportError, export_onnx, load_runtime, quantize_onnx
 from slab_det.deployment.export import runtime as export_runtime
 from slab_det.deployment.export.int8_sums import SIDE, cuts_off_sums
-from slab_det.deployment.replacements import known_ffn
 
 WIDTHS = range(8, 65, 4)
 BFLOAT16, FLOAT32 = (torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float32))
@@ -27,21 +23,6 @@ BFLOAT16, FLOAT32 = (torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.
 def rms(found, expected):
     found, expected = (torch.as_tensor(x).double() for x in (found, expected))
     return ((found - expected).norm() / expected.norm()).item()
-
-
-@pytest.mark.parametrize('activation', ['GELU', 'ReLU'])
-@pytest.mark.parametrize('width', WIDTHS)
-@torch.no_grad()
-def test_deployed_ffn(width, activation):
-    ffn = nn.Sequential(as_trained(LinearFFN(width, 3 * width, dict(type=activation)))).eval()
-    x = torch.randn(1, 99, width).bfloat16().float()
-    for dtype, bound in ((torch.bfloat16, BFLOAT16), (torch.float32, 10 * FLOAT32)):
-        rounded = copy.deepcopy(ffn).to(dtype)
-        expected = copy.deepcopy(rounded).double()[0](x.double(), (9, 11), x.double())
-        tiled = TiledFFN(nn.Identity(), known_ffn(rounded[0]))
-        # The product alone is rounded twice, and its sum with the identity once.
-        error = rms(tiled(x.to(dtype, copy=True), (9, 11), x), expected)
-        assert error < bound, (dtype, error)
 
 
 def test_exported_backbone(small_detector_cfg, tmp_path, width=20):

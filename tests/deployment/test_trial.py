@@ -11,12 +11,30 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import slab_det
-from slab_det.deployment.cpu.tiled_blocks import TiledFFN
+from slab_det.backbones.blocks import ConvFFN
 from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
 LN = dict(norm_cfg=dict(type='LN'))
-TILED = TiledFFN.forward
+
+
+class Changed(nn.Module):
+    """Changes the output of an FFN."""
+
+    def __init__(self, ffn, change):
+        super().__init__()
+        self.ffn, self.change = ffn, change
+
+    def forward(self, x, hw_shape, identity):
+        return self.change(self.ffn(x, hw_shape, identity), identity)
+
+
+def change_ffns(monkeypatch, change):
+    """Makes deploy change the outputs of FFNs: ``change`` of the output and the identity."""
+    monkeypatch.setattr(
+        'slab_det.deployment.deploy.deployed_merging',
+        lambda layer: Changed(layer, change) if type(layer) is ConvFFN else None,
+    )
 
 
 def own_backbone(change=None, returned=tuple, **cfg):
@@ -101,16 +119,16 @@ def test_a_difference_is_refused_if_every_image_has_it(monkeypatch, dtype):
     model, calls = own_backbone(), []
 
     def wrong(until):
-        def forward(self, x, *args):
+        def change(output, identity):
             calls.append(1)
-            return TILED(self, x, *args) * (1.1 if len(calls) <= until else 1.0)
+            return output * (1.1 if len(calls) <= until else 1.0)
 
-        return forward
+        return change
 
     blocks = sum(SMALL_PVT['num_layers'])
     for images, is_refused in ((1, False), (3, False), (4, True)):
         calls.clear()
-        monkeypatch.setattr(TiledFFN, 'forward', wrong(images * blocks))
+        change_ffns(monkeypatch, wrong(images * blocks))
         if is_refused:
             with pytest.raises(DeploymentError, match='computes something else'):
                 slab_det.deploy(model, dtype)
@@ -129,7 +147,7 @@ def test_a_model_that_does_not_run_in_float64_is_checked_in_float32(monkeypatch,
     model = own_backbone(Each(nn.Linear(8, 8), NEEDS_FLOAT32[name]))
     check = slab_det.deploy(model).deployment_check
     assert check.num_values > 1000 and check.difference < 1e-6
-    monkeypatch.setattr(TiledFFN, 'forward', lambda self, x, *args: TILED(self, x, *args) * 1.0001)
+    change_ffns(monkeypatch, lambda output, _: output * 1.0001)
     with pytest.raises(DeploymentError, match='computes something else'):
         slab_det.deploy(model)
 
@@ -142,7 +160,7 @@ def test_a_model_that_does_not_run_in_float64_is_checked_in_float32(monkeypatch,
 def test_maps_are_compared_in_every_form(monkeypatch, returned):
     model = own_backbone(returned=returned)
     assert slab_det.deploy(model).deployment_check.num_values > 1000
-    monkeypatch.setattr(TiledFFN, 'forward', lambda self, x, *_: x)
+    change_ffns(monkeypatch, lambda _, identity: identity)
     with pytest.raises(DeploymentError, match='computes something else'):
         slab_det.deploy(model)
 
@@ -167,7 +185,7 @@ def test_a_model_in_half_precision_is_compared_in_half_precision(monkeypatch, dt
     slab_det.deploy(model)
     # Differences of 4 to 10 times the rounding were accepted.
     scale = 1 + 6 * slab_det.deploy(model).deployment_check.rounding
-    monkeypatch.setattr(TiledFFN, 'forward', lambda self, x, *args: TILED(self, x, *args) * scale)
+    change_ffns(monkeypatch, lambda output, _: output * scale)
     with pytest.raises(DeploymentError, match='computes something else'):
         slab_det.deploy(copy.deepcopy(model))
 
@@ -185,12 +203,12 @@ def test_kernels_that_round_more_than_those_of_the_original_are_accepted():
 
 
 def test_one_wrong_value_is_refused(monkeypatch):
-    def forward(self, x, *args):
-        x = TILED(self, x, *args)
-        x[0, 5, 3] += 1.0
-        return x
+    def change(output, identity):
+        output = output.clone()
+        output[0, 5, 3] += 1.0
+        return output
 
-    monkeypatch.setattr(TiledFFN, 'forward', forward)
+    change_ffns(monkeypatch, change)
     with pytest.raises(DeploymentError, match='computes something else'):
         slab_det.deploy(own_backbone())
 

@@ -1,1 +1,1 @@
-"""Fast layers for CPUs: blocks in tiles that fit the cache, linear layers in oneDNN, Winograd and RoIAlign."""
+"""Fast layers for CPUs: Winograd's convolution and RoIAlign; patches as a product, where PyTorch has wrong kernels."""

@@ -5,10 +5,10 @@ Some CPUs have wrong half-precision kernels for such convolutions (see :mod:`sla
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.compare.kernels import PLAIN_CONVS
-from slab_det.deployment.cpu.linear import linear
 
 
 class PatchConv(nn.Module):
@@ -33,7 +33,7 @@ class PatchConv(nn.Module):
         height, width = x.shape[2] // rows, x.shape[3] // columns
         x = x.permute(0, 2, 3, 1)[:, : height * rows, : width * columns]
         patches = x.unflatten(2, (width, columns)).unflatten(1, (height, rows)).transpose(2, 3).flatten(3)
-        return linear(patches, self.weight, self.bias).permute(0, 3, 1, 2)
+        return F.linear(patches, self.weight, self.bias).permute(0, 3, 1, 2)
 
 
 def patch_conv(layer: nn.Module) -> PatchConv | None:

@@ -10,19 +10,23 @@ from torch import Tensor, nn
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.adopt import adopt, why_not_adopted
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
-from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.replacements import is_plain_linear, replace_layers
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.runtime.errors import ExportError
 
 
-class RowsLinear(DeployedLinear):
+class RowsLinear(nn.Linear):
     """A linear layer for batch 1, exported as a Gemm, which has an int8 kernel, instead of MatMul and Add.
 
     Shape:
         (1, L, C) -> (1, L, C').
     """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         # x[0] would be a Gather, which copies; a reshape does not.
