@@ -37,6 +37,7 @@ from torch import nn
 from yapf.yapflib import yapf_api
 
 from slab_det.machine import MACHINE
+from slab_det.runtime import memory
 from slab_det.runtime.errors import SlabDetError, describe_error
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -172,6 +173,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _deterministic():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    # Of a command that an earlier test ran in this process.
+    memory._is_kept = False
     init_default_scope('mmdet')
 
 

@@ -31,6 +31,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.measure.report_file import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
     from slab_det.runtime.errors import SlabDetError
+    from slab_det.runtime.memory import keep_freed_memory
 
     checkpoints = [None if name == 'none' else name for name in args.checkpoint or ['none'] * len(args.configs)]
     if len(checkpoints) != len(args.configs):
@@ -38,6 +39,7 @@ def main(args: argparse.Namespace) -> None:
     pairs = list(zip(args.configs, checkpoints, strict=True))
     if len({*pairs}) < len(pairs):
         raise SlabDetError('a config is listed twice; leave one out')
+    keep_freed_memory()
     check_report(args.json)
     check_conditions(**latency_options(args))
     device = find_device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))

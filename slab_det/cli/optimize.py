@@ -29,7 +29,9 @@ def main(args: argparse.Namespace) -> None:
     """Optimizes ``args.checkpoint`` into ``args.out``, and prints the table."""
     import slab_det
     from slab_det.cli.config import read_config
+    from slab_det.runtime.memory import keep_freed_memory
 
+    keep_freed_memory()
     cfg = read_config(args.config, args.cfg_options, args.data_root)
     names = ('minutes', 'max_loss', 'eval', 'num_images', 'device', 'threads')
     options = {name: getattr(args, name) for name in names}

@@ -49,8 +49,10 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.measure.latency import check_conditions
     from slab_det.runtime.distributed import unwrap
     from slab_det.runtime.errors import SlabDetError
+    from slab_det.runtime.memory import keep_freed_memory
     from slab_det.runtime.run_folder import check_writable
 
+    keep_freed_memory()
     setup_cache_size_limit_of_dynamo()
     stored = None
     if args.checkpoint is None:

@@ -29,9 +29,11 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.report_file import ap_from_metrics, describe_dataset
+    from slab_det.runtime.memory import keep_freed_memory
     from slab_det.runtime.numbers import check_threads
     from slab_det.runtime.run_folder import check_writable
 
+    keep_freed_memory()
     check_threads(args.threads, least=0)
     check_writable(args.json)
     cfg = config_from_arguments(args)

@@ -19,6 +19,7 @@ from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.fusion.fuse import check_statistics, fuse
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError
+from slab_det.runtime.memory import keep_freed_memory
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.runtime.registries import enter_scope
 
@@ -104,6 +105,7 @@ def load_detector(
     runtime: str = 'torch',
     device: str | torch.device | None = None,
     masks: str = 'full',
+    keep_memory: bool = True,
     **options: object,
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` returns a DetDataSample, ``detector([image, ...])`` a list.
@@ -124,6 +126,8 @@ def load_detector(
         device: Device for 'torch' and 'eager'; None selects a GPU if PyTorch finds one. Other runtimes run on the CPU.
         masks: 'full' for mmdet's tensor (n, H, W): 100 masks of 4000x8000 are 3.2 GB. 'rle' for a list of n dicts, as
             ``pycocotools.mask.encode`` returns them, made one mask at a time. mmdet's evaluators take both.
+        keep_memory: Keep the memory that an image needed for the next one, in the whole process
+            (:func:`~slab_det.runtime.memory.keep_freed_memory`); False leaves glibc's settings as they are.
         **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
             :func:`slab_det.deployment.export.load_runtime`; for a folder ``form``, the name of another of its forms.
 
@@ -137,6 +141,8 @@ def load_detector(
             take ``device`` or an option.
     """
     mend_threads()
+    if keep_memory:
+        keep_freed_memory()
     if weights is None:
         return _load_folder(config, runtime, device, masks, **options)
     known = dict(torch=('dtype',), eager=()).get(runtime, ('threads', 'precision'))
@@ -192,4 +198,5 @@ def _load_folder(
             f'{folder} says how its detector runs, as {stored.form.key}: leave {" and ".join(wrong)} out, or give form='
         )
     device = None if stored.form.is_exported else device or stored.device
-    return load_detector(stored.config, stored.weights, stored.form.runtime, device, masks, **known | options)
+    # load_detector has dealt with memory already.
+    return load_detector(stored.config, stored.weights, stored.form.runtime, device, masks, False, **known | options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
 from slab_det.measure.scopes import DTYPES, SCOPES
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.memory import keeps_freed_memory
 from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.numbers import check_size, check_threads
 from slab_det.runtime.progress import Progress
@@ -153,7 +153,7 @@ def measure_latency(
             device=environment['device'],
             dtype=str(timed[name].dtype).removeprefix('torch.') + ' autocast' * timed[name].autocast,
             threads=environment['threads'],
-            kept_memory={'MALLOC_MMAP_MAX_', 'MALLOC_TRIM_THRESHOLD_'} <= os.environ.keys(),
+            kept_memory=keeps_freed_memory(),
             warmup=warmup,
             rounds=rounds,
             median_ms=float(np.median(values)),

@@ -1,15 +1,41 @@
-"""Returns freed memory to the system, and measures how much memory a block takes."""
+"""Keeps or returns freed memory, and measures how much memory a block takes."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+# Options of glibc's mallopt: how much freed memory stays at the top of the heap, and how many blocks have pages of their
+# own, which go back to the system at once.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+# glibc reads these when a program starts: what a user has chosen stays.
+_VARIABLES = ('MALLOC_MMAP_MAX_', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_', 'GLIBC_TUNABLES')
+_is_kept = False
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep the memory that this process frees, for the next allocation; elsewhere nothing changes.
+
+    By default glibc gives large blocks back, so that each layer of a detector waits for fresh pages. The process then
+    stays as large as it was at most. A user who sets one of glibc's variables, such as ``MALLOC_TRIM_THRESHOLD_``, has
+    chosen, and nothing changes.
+    """
+    global _is_kept
+    option = getattr(ctypes.CDLL(None), 'mallopt', None)
+    if option is not None and not any(name in os.environ for name in _VARIABLES):
+        _is_kept = bool(option(_MMAP_MAX, 0) and option(_TRIM_THRESHOLD, -1))
+
+
+def keeps_freed_memory() -> bool:
+    """Whether glibc keeps the memory that this process frees."""
+    return _is_kept or {'MALLOC_MMAP_MAX_', 'MALLOC_TRIM_THRESHOLD_'} <= os.environ.keys()
 
 
 def release_memory() -> None:
