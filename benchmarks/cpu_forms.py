@@ -1,18 +1,16 @@
 """Measures what each CPU form of slab_det.deploy gains: whole detectors without one form, over detectors with all.
 
     python -m benchmarks.cpu_forms --threads 2
-    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000 python -m benchmarks.cpu_forms --threads 2
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.cpu_forms --threads 2 --dtypes float32
 
 Weights are random, with 32 objects in every detector. All detectors of one model and dtype take turns in one process.
-Rows go to benchmarks/results/cpu_forms.json, also with the instructions that PyTorch uses and whether glibc keeps
-freed memory (docs/latency.md, Memory).
+Freed memory is kept (docs/latency.md, Memory). Rows go to benchmarks/results/cpu_forms.json, with the instructions that
+PyTorch uses. Rows of tiles and of oneDNN's products are of e0cefb8 and before, which had them.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
-import os
 import statistics
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -28,12 +26,11 @@ from benchmarks.runtimes import ROWS, STEPS, Call, build, measure
 from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import random_images
 from slab_det.measure.markdown import format_table
+from slab_det.runtime.memory import keep_freed_memory, keeps_freed_memory
 
 # A module, and its name that is replaced so that a form is not used. A function that changes one layer returns None to
 # leave it.
 FORMS = {
-    'tiles': ('deploy', 'tile_blocks', lambda *_: None),
-    'linear layers by oneDNN': ('cpu.linear', 'ONEDNN_DTYPES', ()),
     'RoIAlign': ('deploy', 'deployed_roi_align', lambda *_: None),
     'Winograd convolutions (float32)': ('deploy', 'winograd_conv', lambda *_: None),
     'convolutions as products (bfloat16)': ('deploy', 'patch_conv', lambda *_: None),
@@ -66,12 +63,13 @@ def table(rows: list[dict]) -> str:
     """Time without each form over the time with all of them."""
     key = itemgetter('name', 'dtype', 'instructions', 'kept_memory')
     found = {(*key(row), row['without']): row['ratio'] for row in rows}
+    forms = dict.fromkeys(row['without'] for row in rows)
     lines = []
     for setting in dict.fromkeys(map(key, rows)):
         title = f'{", ".join(setting[:3])}{", memory kept" if setting[3] else ""}'
-        ratios = (found.get((*setting, form)) for form in FORMS)
+        ratios = (found.get((*setting, form)) for form in forms)
         lines.append([title, *('–' if ratio is None else f'{ratio:.2f}' for ratio in ratios)])
-    return format_table(('time without', *FORMS), lines)
+    return format_table(('time without', *forms), lines)
 
 
 def main() -> None:
@@ -84,8 +82,9 @@ def main() -> None:
     parser.add_argument('--threads', type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     results = Results(FOLDER / 'cpu_forms.json', size=list(args.size), threads=args.threads)
-    setting = dict(instructions=torch.backends.cpu.get_cpu_capability(), kept_memory='MALLOC_MMAP_MAX_' in os.environ)
+    setting = dict(instructions=torch.backends.cpu.get_cpu_capability(), kept_memory=keeps_freed_memory())
     pixels = random_images([tuple(args.size)])[0][0].transpose(1, 2, 0).astype('uint8')
     content = cv2.imencode('.jpg', pixels)[1].tobytes()
     for name in args.rows:

@@ -1,20 +1,18 @@
 """Measures CPU latency in every runtime, each detector interleaved with its LayerNorm and mmdet counterparts.
 
-    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000
     python -m benchmarks.runtimes --threads 2
     python -m benchmarks.runtimes --figure docs/latency.svg
 
 Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every Mask R-CNN and none in RetinaNet;
 int8 is calibrated on noise, which does not change latency. All detectors of one form are measured in the same rounds,
 and added to benchmarks/results/runtimes.json; a later run measures missing detectors beside their LayerNorm detectors.
-MALLOC_* keeps freed memory; without it, equal models differ in latency (docs/latency.md, Memory).
+Freed memory is kept; without that, equal models differ in latency (docs/latency.md, Memory).
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import copy
-import os
 import statistics
 import tempfile
 import time
@@ -40,6 +38,7 @@ from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.markdown import format_table
 from slab_det.measure.untrained import prepare_untrained
+from slab_det.runtime.memory import keep_freed_memory
 from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.runtime.progress import Progress
 
@@ -326,8 +325,7 @@ def main() -> None:
     runtimes = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
     setting = dict(rounds=args.rounds, threads=args.threads, instructions=torch.backends.cpu.get_cpu_capability())
     results = Results(args.out, **setting, batch=1, runtimes=runtimes)
-    if 'MALLOC_MMAP_MAX_' not in os.environ:
-        parser.error('export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000 first')
+    keep_freed_memory()
     torch.set_num_threads(args.threads)
     names = {name for row in args.rows for name in (row, ROWS[row].stock, ROWS[row].layer_norm)}
     models = {name: build(ROWS[name]) for name in names}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-# Options of glibc's mallopt: how much freed memory stays at the top of the heap, and how many blocks have pages of their
-# own, which go back to the system at once.
+# Options of glibc's mallopt: how much freed memory stays at the top of the heap, and how many blocks have pages of
+# their own, which go back to the system at once.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 # glibc reads these when a program starts: what a user has chosen stays.
 _VARIABLES = ('MALLOC_MMAP_MAX_', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_', 'GLIBC_TUNABLES')
