@@ -23,8 +23,8 @@ from torch import nn
 
 from benchmarks.results import FOLDER, Results
 from benchmarks.runtimes import ROWS, STEPS, Call, build, measure
-from slab_det.deployment import ServedDetector
-from slab_det.deployment.export import random_images
+from slab_det.inference import ServedDetector
+from slab_det.export import random_images
 from slab_det.measure.markdown import format_table
 from slab_det.runtime.memory import keep_freed_memory, keeps_freed_memory
 
@@ -43,13 +43,16 @@ def without(form: str) -> AbstractContextManager:
     if not form:
         return nullcontext()
     module, name, value = FORMS[form]
-    return mock.patch.object(import_module(f'slab_det.deployment.{module}'), name, value)
+    return mock.patch.object(import_module(f'slab_det.inference.{module}'), name, value)
 
 
 def make_call(model: nn.Module, form: str, dtype: torch.dtype | None, content: bytes) -> Call:
     """Deploys a copy of a model without one form, and returns the call to measure."""
     # The trial of each detector would take minutes.
-    with without(form), mock.patch.object(import_module('slab_det.deployment.deploy'), 'try_deployed', lambda *_: None):
+    with (
+        without(form),
+        mock.patch.object(import_module('slab_det.inference.deployment'), 'try_deployed', lambda *_: None),
+    ):
         served = ServedDetector(slab_det.deploy(model, dtype), STEPS)
 
     def call() -> None:

@@ -28,15 +28,15 @@ from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import HALF, Row, build
 from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
-from slab_det.deployment.gpu.box_kernels import FixedOperators
-from slab_det.deployment.gpu.graph import GraphCache
-from slab_det.deployment.gpu.static import StaticDetector, measure_frame
-from slab_det.deployment.heads import Frame
+from slab_det.inference.gpu.box_kernels import FixedOperators
+from slab_det.inference.gpu.graph import GraphCache
+from slab_det.inference.gpu.static import StaticDetector, measure_frame
+from slab_det.families import Frame
 from slab_det.measure.environment import device_name
 from slab_det.measure.latency import measure_latency
 from slab_det.measure.markdown import format_table
 
-TESTS = 'tests/test_cuda.py', 'tests/deployment/test_kernels.py'
+TESTS = 'tests/test_cuda.py', 'tests/inference/test_kernels.py'
 SIZE, PADDED = (800, 1333), (800, 1344)
 DEVICE = 'cuda'
 

@@ -29,8 +29,8 @@ from torch import nn
 
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
-from slab_det.deployment import ServedDetector
-from slab_det.deployment.export import (
+from slab_det.inference import ServedDetector
+from slab_det.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
 )  # fmt: skip
 from slab_det.fusion.channels import find_channels, resize_channels

@@ -25,8 +25,8 @@ from fastapi import FastAPI, HTTPException, Query, Request
 from pycocotools.mask import encode
 
 import slab_det
-from slab_det.deployment import ServedDetector
-from slab_det.deployment.forms.folder import find_stored
+from slab_det.inference import ServedDetector
+from slab_det.inference.folder import find_stored
 from slab_det.runtime.errors import DataError
 
 MEGABYTE = 2**20

@@ -18,16 +18,26 @@ __version__ = '0.1.0'
 _FUNCTIONS = {
     'absorb': 'absorption.absorb',
     'convert_norms': 'conversion',
-    'deploy': 'deployment.deploy',
+    'deploy': 'inference.deployment',
     'fuse': 'fusion.fuse',
-    'load_detector': 'deployment',
+    'load_detector': 'inference',
     'load_pretrained': 'checkpoints',
     'measure_latency': 'measure.latency',
-    'optimize': 'deployment.optimize',
+    'optimize': 'optimization.search',
     'recalibrate': 'recalibration',
     'set_gamma': 'norms',
 }
-_SUBPACKAGES = ('absorption', 'attention', 'backbones', 'conversion', 'data', 'deployment', 'fusion', 'measure')
+_SUBPACKAGES = (
+    'absorption',
+    'attention',
+    'backbones',
+    'conversion',
+    'data',
+    'export',
+    'fusion',
+    'inference',
+    'measure',
+)
 
 __all__ = [*_FUNCTIONS]
 

@@ -11,8 +11,8 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from zoo import shrunk
 
-from slab_det.deployment.box_operators import EMPTY, BoxOperators, anchors, set_apart
-from slab_det.deployment.gpu import box_kernels
+from slab_det.families.operators import EMPTY, BoxOperators, anchors, set_apart
+from slab_det.inference.gpu import box_kernels
 
 CONFIGS = {
     'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',

@@ -15,8 +15,8 @@ from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
 
 import slab_det
-from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
-from slab_det.deployment.gpu.graph import GraphCache, _Graph
+from slab_det.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.inference.gpu.graph import GraphCache, _Graph
 
 if not torch.cuda.is_available():
     pytest.skip('torch sees no GPU', allow_module_level=True)

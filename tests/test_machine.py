@@ -8,7 +8,7 @@ import pytest
 from conftest import PRETENDED, pretend_machine
 
 from slab_det import machine
-from slab_det.deployment.forms.form import list_forms
+from slab_det.inference.forms import list_forms
 from slab_det.machine import Machine
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.numbers import check_threads

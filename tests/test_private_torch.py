@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import slab_det
 from slab_det.compare.rounding import RoundedArithmetic
-from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
-from slab_det.deployment.gpu import graph, layers
+from slab_det.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.families.layers import linear_relu
 from slab_det.fusion.fuse import LIVE_NORMS
+from slab_det.inference.gpu import graph
 from slab_det.machine import Machine
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.norms import RepBN, TokenBN
@@ -110,9 +111,9 @@ def test_onednn_says_whether_it_has_bfloat16(monkeypatch):
 def test_linear_layer_with_relu(monkeypatch):
     x, weight, bias = torch.randn(5, 7), torch.randn(6, 7), torch.randn(6)
     expected = F.linear(x, weight, bias).relu()
-    torch.testing.assert_close(layers.linear_relu(x, weight, bias), expected)
+    torch.testing.assert_close(linear_relu(x, weight, bias), expected)
     monkeypatch.delattr(torch, '_addmm_activation')
-    torch.testing.assert_close(layers.linear_relu(x, weight, bias), expected)
+    torch.testing.assert_close(linear_relu(x, weight, bias), expected)
 
 
 @pins('torch.ops.aten._scaled_dot_product_flash_attention_for_cpu')

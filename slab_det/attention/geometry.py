@@ -27,7 +27,7 @@ def resize_table(
 class Geometry(ABC):
     """Base class of token layouts: what :meth:`Attention.mix` asks about the positions of queries and keys.
 
-    :class:`WindowGeometry` and :class:`MapGeometry` serve training and a CPU, :mod:`slab_det.deployment.window_index`
+    :class:`WindowGeometry` and :class:`MapGeometry` serve training and a CPU, :mod:`slab_det.attention.window_index`
     serves export.
 
     Attributes:

@@ -12,8 +12,8 @@ import slab_det
 from slab_det.cli.screen import build_runner
 from slab_det.compare.kernels import warn_of_wrong_kernels
 from slab_det.data import check_class_order, check_num_classes, classes_of_meta
-from slab_det.deployment.precision import autocast_forward
 from slab_det.hooks import CheckedLoadHook
+from slab_det.inference.precision import autocast_forward
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
@@ -50,10 +50,10 @@ def use_exported(cfg: Config, file: str, **options: object) -> None:
     Args:
         cfg: The config of the detector that was exported.
         file: The file.
-        **options: Options of :func:`slab_det.deployment.export.load_runtime`.
+        **options: Options of :func:`slab_det.export.load_runtime`.
     """
     # Registers ExportedDetector; the import takes half a second, which other tests do not need.
-    from slab_det.deployment.export.settings import detector_settings
+    from slab_det.export.settings import detector_settings
 
     steps, detector = inference_steps(cfg), detector_settings(cfg)
     cfg.model = dict(type='ExportedDetector', file=file, pipeline=steps, detector=detector, **options)

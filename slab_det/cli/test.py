@@ -13,7 +13,7 @@ from slab_det.cli import command
 from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, latency_options
 
 if TYPE_CHECKING:
-    from slab_det.deployment.forms.folder import Stored
+    from slab_det.inference.folder import Stored
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import check_report, config_from_arguments
     from slab_det.cli.runner import run_test, use_exported
     from slab_det.data import check_data
-    from slab_det.deployment.forms.folder import find_stored
+    from slab_det.inference.folder import find_stored
     from slab_det.measure import report_file
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.latency import check_conditions

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
-from slab_det.deployment.window_index import WindowIndex
+from slab_det.attention.window_index import WindowIndex
 
 HEADS, DIMS = 2, 6
 CHANNELS = HEADS * DIMS

@@ -5,7 +5,7 @@ import pytest
 from torch import nn
 
 from slab_det.attention import WINDOW_ATTENTIONS, WindowAttention, repeat_windows
-from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.export import check_parity, export_onnx, load_runtime, random_images
 
 
 class GatedAttention(WindowAttention):

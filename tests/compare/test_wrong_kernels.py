@@ -60,7 +60,7 @@ def test_deployed_models_do_not_use_wrong_kernels(wrong_patch_convs, pvt, caplog
 
 
 def test_a_form_with_wrong_kernels_is_refused_and_the_layers_are_named(wrong_patch_convs, pvt, monkeypatch):
-    monkeypatch.setattr('slab_det.deployment.deploy.patch_conv', lambda layer: None)
+    monkeypatch.setattr('slab_det.inference.deployment.patch_conv', lambda layer: None)
     with pytest.raises(
         DeploymentError, match=r'wrong values in torch.bfloat16 on this CPU for .*layers.0.0.projection'
     ):

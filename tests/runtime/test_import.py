@@ -142,4 +142,4 @@ def test_classes_are_registered_in_the_workers_of_a_command(tmp_path: Path) -> N
 
 
 def test_public_functions_are_listed() -> None:
-    assert {*slab_det.__all__, 'fusion', 'deployment'} <= {*dir(slab_det)}
+    assert {*slab_det.__all__, 'fusion', 'inference'} <= {*dir(slab_det)}

@@ -15,8 +15,8 @@ from mmengine.config import Config
 from torch.nn import functional
 
 import slab_det
+from slab_det import export
 from slab_det.cli import COMMANDS
-from slab_det.deployment import export
 from slab_det.fusion.affine import fold_into_output
 from slab_det.recalibration import PIPELINES
 

@@ -1,0 +1,112 @@
+"""Reads the folder that slab_det.optimize wrote, and finds the form in it that this machine can run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from slab_det.inference.forms import Form
+from slab_det.runtime.errors import DeploymentError
+
+FILE = 'optimize.json'
+SCHEMA = 1
+
+
+class Stored(NamedTuple):
+    """A form of a folder.
+
+    Attributes:
+        form: The form.
+        config: Its config.
+        weights: Its checkpoint or exported file.
+        device: 'cpu' or 'cuda'.
+        threads: CPU threads of its measurement.
+    """
+
+    form: Form
+    config: Path
+    weights: Path
+    device: str
+    threads: int
+
+
+def is_folder(path: object) -> bool:
+    """Whether ``path`` is a folder that :func:`slab_det.optimize` wrote."""
+    return isinstance(path, str | Path) and (Path(path) / FILE).is_file()
+
+
+def read_folder(folder: str | Path) -> dict:
+    """Reads the optimize.json of a folder.
+
+    Raises:
+        DeploymentError: If it is missing or of another version.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise DeploymentError(
+            f'{folder} is no folder of slab-det optimize: it holds no {FILE}; give a config and a checkpoint'
+        )
+    try:
+        content = json.loads(path.read_text())
+        if content['schema'] != SCHEMA:
+            raise ValueError(f'schema {content["schema"]}, expected {SCHEMA}')
+    except (ValueError, KeyError, TypeError) as error:
+        raise DeploymentError(f'{path} is not what slab-det optimize writes ({error!r}); run it again') from error
+    return content
+
+
+def find_stored(folder: str | Path, key: str | None = None) -> Stored:
+    """Finds a form of a folder.
+
+    Args:
+        folder: The folder.
+        key: Name of the form; None for the recommended one.
+
+    Raises:
+        DeploymentError: If the folder has no such form, lacks its files, or this machine cannot run it; the message
+            names the forms that run here.
+    """
+    folder, content = Path(folder), read_folder(folder)
+    entries = {entry['key']: entry for entry in content['forms'] if entry['files']}
+    key = key or content['recommended']
+    if key not in entries:
+        raise DeploymentError(f'{folder} has no files of a form {key!r}; its forms are {", ".join(entries)}')
+    missing = _find_missing(folder, entries[key], content['device'])
+    if not missing:
+        entry = entries[key]
+        config, weights = (folder / name for name in entry['files'])
+        return Stored(_form(entry), config, weights, content['device'], content['threads'])
+    runs = [
+        f'form={other!r} ({entry["ratio"]:.2f} of the time of the original detector where it was measured)'
+        for other, entry in sorted(entries.items(), key=lambda item: item[1]['ratio'])
+        if other != key and entry['loss'] <= content['max_loss'] and not _find_missing(folder, entry, content['device'])
+    ]
+    advice = f'load_detector({str(folder)!r}, form=...) runs here with ' + ' or '.join(runs[:3])
+    raise DeploymentError(
+        f'{folder}: the form {key} needs {missing}; '
+        + (advice if runs else 'no form of the folder runs here: run slab-det optimize on this machine')
+    )
+
+
+def _form(entry: dict) -> Form:
+    return Form(entry['runtime'], entry['precision'], tuple(entry['variant']))
+
+
+def _find_missing(folder: Path, entry: dict, device: str) -> str:
+    """What the folder or this machine lacks for a form, or ''."""
+    absent = [name for name in entry['files'] if not (folder / name).is_file()]
+    form = _form(entry)
+    if absent:
+        return f'the file {", ".join(absent)}, which is not there'
+    missing = form.find_missing(device)
+    if not missing and entry.get('weight_bits') == 8 and _cuts_off_sums(form.runtime):
+        return f'a CPU with VNNI instructions: {form.runtime} cuts off its sums of int8 products on this one'
+    return missing
+
+
+def _cuts_off_sums(runtime: str) -> bool:
+    # The import takes half a second, which PyTorch's forms do not need.
+    from slab_det.export.runtime import cuts_off_int8_sums
+
+    return cuts_off_int8_sums(runtime)

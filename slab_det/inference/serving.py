@@ -1,0 +1,202 @@
+"""load_detector: loads a detector that predicts from files, bytes or arrays, in PyTorch or an ONNX runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from torch import nn
+
+from slab_det.checkpoints import build_detector
+from slab_det.families.masks import check_form, encode_masks
+from slab_det.fusion.fuse import check_statistics, fuse
+from slab_det.inference.deployment import deploy
+from slab_det.inference.folder import find_stored
+from slab_det.norms import named_offline_norms
+from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError
+from slab_det.runtime.memory import keep_freed_memory
+from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
+from slab_det.runtime.registries import enter_scope
+
+# The process that imported this module, or the last fork of it that mend_threads has seen.
+_process = os.getpid()
+
+
+def mend_threads() -> None:
+    """Makes PyTorch compute with one thread in a forked process, where it would wait for the parent's threads."""
+    global _process
+    if os.getpid() == _process:
+        return
+    _process = os.getpid()
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        MMLogger.get_current_instance().warning(
+            'this process was forked, and threads do not survive a fork: PyTorch computes with one thread here; import '
+            'slab_det in each worker after the fork, or start workers with the method spawn'
+        )
+
+
+class ImageListError(DataError):
+    """Some images of a list were refused; ``results`` holds the predictions for the others.
+
+    Attributes:
+        results: A DetDataSample for each image of the list, or None for a refused image.
+        errors: The DataError of each refused image, by its index.
+    """
+
+    def __init__(self, results: list[DetDataSample | None], errors: dict[int, DataError]) -> None:
+        reasons = ''.join(f'\n[{index}] {error}' for index, error in errors.items())
+        super().__init__(f'{len(errors)} of {len(results)} images were refused, `results` has the others:{reasons}')
+        self.results, self.errors = results, errors
+
+
+class ServedDetector:
+    """Finds objects in images: files, bytes, arrays or Pillow images.
+
+    Several threads may call it at the same time. Images of a list run one by one, because padding to a common size
+    changes predictions.
+
+    Args:
+        model: A detector with ``test_step``, in eval mode.
+        steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
+        classes: The class name of each label; empty if the checkpoint or exported file has no names.
+    """
+
+    def __init__(self, model: nn.Module, steps: Sequence[dict], classes: Sequence[str] = ()) -> None:
+        self.model, self.pipeline, self.classes = model, ImagePipeline(steps), tuple(classes)
+
+    def __call__(self, images: Image | Sequence[Image]) -> DetDataSample | list[DetDataSample]:
+        """Predicts the objects of one image, or of each image of a list; results are on the CPU.
+
+        Raises:
+            DataError: If the image cannot be read, or its shape or range of values is wrong.
+            ImageListError: If images of a list are refused with a DataError; raised after the last image.
+        """
+        if not isinstance(images, (list, tuple)):
+            return self._detect(images)
+        results, errors = [None] * len(images), {}
+        for index, image in enumerate(images):
+            try:
+                results[index] = self._detect(image)
+            except DataError as error:
+                errors[index] = error
+        if errors:
+            raise ImageListError(results, errors)
+        return results
+
+    @torch.no_grad()
+    def _detect(self, image: Image) -> DetDataSample:
+        mend_threads()
+        data = self.pipeline(image)
+        metainfo = data['data_samples'].metainfo
+        (found,) = self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
+        # A new sample, because each runtime adds fields of its own.
+        return DetDataSample(metainfo=metainfo, pred_instances=found.pred_instances.cpu())
+
+
+def load_detector(
+    config: str | Path | Config,
+    weights: str | Path | None = None,
+    runtime: str = 'torch',
+    device: str | torch.device | None = None,
+    masks: str = 'full',
+    keep_memory: bool = True,
+    **options: object,
+) -> ServedDetector:
+    """Loads a detector for serving: ``detector(image)`` returns a DetDataSample, ``detector([image, ...])`` a list.
+
+    ``load_detector('FOLDER')`` serves the form that :func:`slab_det.optimize` chose.
+
+    An image is a path, the bytes of a file, an array in BGR, or a Pillow image; see
+    :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes and masks refer to the original image, as in mmdet's
+    ``pred_instances``. ``detector.classes`` holds the class names. The first image of each size is slower.
+
+    Args:
+        config: A config with the test pipeline, fused or not; or a folder of :func:`slab_det.optimize`, which says
+            weights and runtime.
+        weights: For 'torch' and 'eager' a checkpoint, fused or not; for other runtimes a file that
+            :func:`slab_det.export.export_onnx` wrote.
+        runtime: 'torch' (runs the deployed detector, see :func:`slab_det.deploy`), 'eager' (runs the detector as the
+            config builds it), 'onnxruntime' or 'openvino'.
+        device: Device for 'torch' and 'eager'; None selects a GPU if PyTorch finds one. Other runtimes run on the CPU.
+        masks: 'full' for mmdet's tensor (n, H, W): 100 masks of 4000x8000 are 3.2 GB. 'rle' for a list of n dicts, as
+            ``pycocotools.mask.encode`` returns them, made one mask at a time. mmdet's evaluators take both.
+        keep_memory: Keep the memory that an image needed for the next one, in the whole process
+            (:func:`~slab_det.runtime.memory.keep_freed_memory`); False leaves glibc's settings as they are.
+        **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
+            :func:`slab_det.export.load_runtime`; for a folder ``form``, the name of another of its forms.
+
+    Raises:
+        ConfigError: If the model cannot be built.
+        CheckpointError: If the checkpoint is missing or does not fit.
+        FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics; if
+            the machine lacks what the form of a folder needs.
+        ExportError: If the runtime is unknown or cannot run the file, the file was exported for another resize, for
+            other preprocessing or with a ``test_cfg`` that it cannot follow (docs/deploy.md), or the runtime does not
+            take ``device`` or an option.
+    """
+    mend_threads()
+    if keep_memory:
+        keep_freed_memory()
+    if weights is None:
+        return _load_folder(config, runtime, device, masks, **options)
+    known = dict(torch=('dtype',), eager=()).get(runtime, ('threads', 'precision'))
+    for name in options:
+        if name not in known:
+            takes = ' and '.join(known) or 'none'
+            raise ExportError(f'{name}= is not an option of the runtime {runtime}, which takes {takes}')
+    if not isinstance(config, Config) and not Path(config).is_file():
+        raise ConfigError(f'{config}: there is no such config; check its name')
+    cfg = config if isinstance(config, Config) else Config.fromfile(config)
+    if runtime in ('torch', 'eager'):
+        model = build_detector(cfg, str(weights)).to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+        check_statistics(model, str(weights))
+        meta = model.dataset_meta
+        if runtime == 'torch':
+            model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
+            model = deploy(model, inplace=True, masks=masks, **options)
+        else:
+            check_form(masks, DeploymentError)
+            if masks == 'rle':
+                encode_masks(model)
+    else:
+        if device is not None:
+            raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
+        # The import takes half a second, which the runtime torch does not need.
+        from slab_det.export import ExportedDetector
+        from slab_det.export.settings import detector_settings
+
+        enter_scope(cfg)
+        detector = detector_settings(cfg)
+        model = ExportedDetector(str(weights), inference_steps(cfg), masks, detector, runtime=runtime, **options).eval()
+        meta = model.runtime.metadata.get('dataset_meta')
+    return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()))
+
+
+def _load_folder(
+    folder: str | Path | Config,
+    runtime: str,
+    device: str | torch.device | None,
+    masks: str,
+    form: str | None = None,
+    **options: object,
+) -> ServedDetector:
+    """Loads a form of a folder that :func:`slab_det.optimize` wrote; arguments as for :func:`load_detector`."""
+    if isinstance(folder, Config) or Path(folder).suffix == '.py':
+        raise ConfigError('load_detector(config) lacks weights: give a checkpoint or an exported file too')
+    stored = find_stored(folder, form)
+    known = dict(stored.form.options(stored.threads))
+    wrong = [f'{name}=' for name in options if name != 'threads' or name not in known]
+    wrong += ['runtime='] * (runtime != 'torch') + ['device='] * (device is not None and stored.form.is_exported)
+    if wrong:
+        raise DeploymentError(
+            f'{folder} says how its detector runs, as {stored.form.key}: leave {" and ".join(wrong)} out, or give form='
+        )
+    device = None if stored.form.is_exported else device or stored.device
+    # load_detector has dealt with memory already.
+    return load_detector(stored.config, stored.weights, stored.form.runtime, device, masks, False, **known | options)

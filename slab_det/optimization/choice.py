@@ -1,0 +1,167 @@
+"""Chooses the fastest form of a detector that still finds the same; forms of about the same speed are ties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+from slab_det.compare.agreement import ASSUMED_AP, agreement, agreement_error, expected_loss
+from slab_det.optimization.records import Records
+
+# Losses of AP up to this one, in points, count as none when forms are compared with each other.
+NEGLIGIBLE_LOSS = 0.05
+# With fewer detections of the original detector the agreement says little.
+FEW_DETECTIONS = 50
+# Of two forms of equal speed, the quartiles of one lie below the other's in 2 of 100 trials with this many rounds, and
+# in 10 with half as many; with fewer rounds the whole ranges are compared.
+QUARTILE_ROUNDS = 10
+# Fewest rounds after which a form is called faster: the ranges of two equal forms lie apart in 4 of 1,000 trials.
+SURE_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a form.
+
+    Attributes:
+        key: The form.
+        changes: See :attr:`~slab_det.inference.forms.Form.changes`.
+        rounds: Number of timed calls.
+        median_ms: Median time, from the bytes of an image to its detections.
+        ratio: The time over the time of the original detector in the same round, the median over the rounds.
+        quartiles: First and third quartile of this ratio.
+        extremes: The smallest and the largest of these ratios.
+        agreement: See :func:`slab_det.compare.agreement.agreement`.
+        images: Number of images that agreement rests on.
+        detections: Number of detections of the original detector in them.
+        expected_loss: The loss of AP that the agreement means, in points.
+        loss_range: The losses at two standard errors above and below the agreement.
+        ap_loss: The measured loss of AP in points, the largest of boxes and masks; None where AP was not measured.
+    """
+
+    key: str
+    changes: int
+    rounds: int
+    median_ms: float
+    ratio: float
+    quartiles: tuple[float, float]
+    extremes: tuple[float, float]
+    agreement: float
+    images: int
+    detections: int
+    expected_loss: float
+    loss_range: tuple[float, float]
+    ap_loss: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The loss of AP in points: the measured one, else the expected one."""
+        return self.expected_loss if self.ap_loss is None else self.ap_loss
+
+    def to_dict(self) -> dict:
+        """The attributes as values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, entry: Mapping) -> Measured:
+        """Reads the attributes from a mapping that holds them among others."""
+        return cls(**{field.name: entry[field.name] for field in fields(cls)})
+
+
+def summarize(
+    records: Records, key: str, base: str, changes: int, ap: float = ASSUMED_AP, ap_loss: float | None = None
+) -> Measured:
+    """Summarizes the records of a form.
+
+    Args:
+        records: The records.
+        key: The form.
+        base: The form of the original detector.
+        changes: See :class:`Measured`.
+        ap: The AP of the original detector, in [0, 1].
+        ap_loss: See :class:`Measured`.
+
+    Raises:
+        AgreementError: See :func:`~slab_det.compare.agreement.agreement`.
+    """
+    ratios = records.ratios(key, base)
+    least, low, ratio, high, most = np.percentile(ratios, [0, 25, 50, 75, 100]).tolist()
+    reference, other = records.pairs(key, base)
+    value, error = (1.0, 0.0) if key == base else (agreement(reference, other), agreement_error(reference, other))
+    losses = [100 * expected_loss(min(max(value + step * error, 0), 1), ap) for step in (2, 0, -2)]
+    return Measured(
+        key=key,
+        changes=changes,
+        rounds=len(ratios),
+        median_ms=float(np.median(records.times(key))),
+        ratio=ratio,
+        quartiles=(low, high),
+        extremes=(least, most),
+        agreement=value,
+        images=len(reference),
+        detections=sum(len(found.scores) for found in reference),
+        expected_loss=losses[1],
+        loss_range=(losses[0], losses[2]),
+        ap_loss=ap_loss,
+    )
+
+
+def is_faster(one: Measured, other: Measured) -> bool:
+    """Whether the quartiles of ``one`` lie below those of ``other``.
+
+    If one of both has fewer than ten rounds, its whole range must lie below; with fewer than five, no form is faster.
+    """
+    rounds = min(one.rounds, other.rounds)
+    if rounds < QUARTILE_ROUNDS:
+        return rounds >= SURE_ROUNDS and one.extremes[1] < other.extremes[0]
+    return one.quartiles[1] < other.quartiles[0]
+
+
+def find_dropped(measured: Mapping[str, Measured], base: str) -> dict[str, str]:
+    """Finds the forms that are slower than a form that loses no more, also at two standard errors.
+
+    From five rounds on the quartiles decide: a form that is dropped by chance is about as fast as another one.
+
+    Args:
+        measured: The forms.
+        base: The form of the original detector, which is never dropped.
+
+    Returns:
+        The key of the fastest such form, by the key of the dropped form.
+    """
+    dropped = {}
+    for key, form in measured.items():
+        better = [
+            other
+            for other in measured.values()
+            if other.quartiles[1] < form.quartiles[0]
+            and min(other.rounds, form.rounds) >= SURE_ROUNDS
+            and other.loss_range[1] <= max(form.loss, NEGLIGIBLE_LOSS)
+        ]
+        if better and key != base:
+            dropped[key] = min(better, key=lambda other: other.ratio).key
+    return dropped
+
+
+def choose(measured: Mapping[str, Measured], max_loss: float) -> tuple[str, list[str]]:
+    """Chooses a form.
+
+    Of the forms with a loss of at most ``max_loss``, the one with the smallest ratio is the fastest. Forms whose
+    quartiles overlap with the fastest form's are ties. Of the ties, the one with the fewest changes is chosen; of
+    several, the one with the smallest expected loss, then the fastest.
+
+    Args:
+        measured: The forms, with the original detector.
+        max_loss: In points of AP.
+
+    Returns:
+        The key of the chosen form, and the keys of the ties, the chosen form among them.
+    """
+    admissible = [form for form in measured.values() if form.loss <= max_loss]
+    fastest = min(admissible, key=lambda form: form.ratio)
+    ties = [form for form in admissible if not is_faster(fastest, form)]
+    # Losses that differ by less than anybody can measure are the same.
+    best = min(ties, key=lambda form: (form.changes, max(form.expected_loss, NEGLIGIBLE_LOSS), form.ratio))
+    return best.key, [form.key for form in ties]

@@ -1,0 +1,251 @@
+"""Writes the folder of an optimization: the files of the recommended form, its numbers, a README and two pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slab_det.compare.agreement import LOSS_EVIDENCE, Detections
+from slab_det.inference.folder import FILE, SCHEMA, is_folder, read_folder
+from slab_det.measure.markdown import format_table
+from slab_det.measure.report_file import AP_KINDS, main_column
+from slab_det.optimization.choice import FEW_DETECTIONS, QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
+from slab_det.runtime.run_folder import whole_file
+
+SHORT = (
+    f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '
+    f"other form's fastest; with fewer than {SURE_ROUNDS}, never."
+)
+README, FIGURE, GRID, CONFIG = 'README.md', 'agreement_ms.svg', 'objects.png', 'config.py'
+
+
+@dataclass(frozen=True)
+class OptimizationReport:
+    """The result of :func:`slab_det.optimize`.
+
+    Attributes:
+        folder: The folder, which ``slab_det.load_detector`` takes.
+        content: What its optimize.json holds.
+    """
+
+    folder: Path
+    content: dict
+
+    @property
+    def recommended(self) -> dict:
+        """The entry of the recommended form."""
+        return self.entry(self.content['recommended'])
+
+    def entry(self, key: str) -> dict:
+        """The entry of a form."""
+        return next(entry for entry in self.content['forms'] if entry['key'] == key)
+
+    def verdict(self) -> str:
+        """Says which form is recommended, and what it gains and loses, in a few sentences."""
+        best, base = self.recommended, self.entry('eager')
+        others = [entry for entry in self.content['forms'] if entry['tie'] and entry is not best]
+        unsure = [entry for entry in others if min(entry['rounds'], best['rounds']) < SURE_ROUNDS]
+        others = [entry for entry in others if entry not in unsure]
+        if best is base:
+            lines = ['Nothing is gained here: no form is faster than the detector as it is, in eager PyTorch.']
+            if self.content['late']:
+                lines = ['No faster form was found in the time; the same command goes on.']
+        else:
+            before, after = (_digits(ratio * base['median_ms']) for ratio in (1, best['ratio']))
+            lines = [
+                f'**{best["title"]}** takes {_ratio(best)} of the time of the detector in eager PyTorch: {after} ms '
+                f'for an image instead of {before} ms.',
+                _describe_loss(best),
+            ]
+        for ties, what in (
+            (others, 'About as fast, and with more changes or more loss'),
+            (unsure, 'After too few rounds to be called faster or slower'),
+        ):
+            if ties:
+                names = ties[0]['title'] if len(ties) == 1 else f'{len(ties)} forms, marked * in the table'
+                lines.append(f'{what}: {names}.')
+        lines += self._describe_absorption()
+        if best is not base and best['detections'] < FEW_DETECTIONS:
+            lines.append(
+                f'**The comparison rests on {best["detections"]} detections alone**: give more images of the objects.'
+            )
+        return ' '.join(lines)
+
+    def _describe_absorption(self) -> list[str]:
+        """Says what was gained by removing channels and norms, where that is not in the recommended form."""
+        best, lines = self.recommended, []
+        # The norms come last: what is absorbed with channels shows what absorbing gains.
+        for part, what in (('channels', 'removing channels'), ('norms', 'absorbing LayerNorms')):
+            tried = [entry for entry in self.content['forms'] if entry['variant'] and part in entry['variant'][-1]]
+            if not tried or any(part in name for name in best['variant']):
+                continue
+            chosen = Measured.from_dict(best)
+            faster = [entry['loss'] for entry in tried if is_faster(Measured.from_dict(entry), chosen)]
+            if not faster and min(best['rounds'], *(entry['rounds'] for entry in tried)) < SURE_ROUNDS:
+                continue
+            if faster:
+                lines.append(f'{what[0].upper()}{what[1:]} would make it faster, and lose {min(faster):.1f} AP.')
+            else:
+                lines.append(f'Nothing is gained here by {what}.')
+        return lines
+
+    def table(self) -> str:
+        """The forms as a Markdown table, the fastest first."""
+        entries, base_ms = self.content['forms'], self.entry('eager')['median_ms']
+        kinds = [kind for kind in AP_KINDS if any(kind in (entry['ap'] or ()) for entry in entries)]
+        titles = ['form', 'ms', 'of the time of eager', 'agreement', 'expected loss of AP']
+        titles += [*(AP_KINDS[kind] for kind in kinds), 'memory', 'first image', 'on disk']
+        rows = []
+        for entry in entries:
+            is_base = entry['key'] == 'eager'
+            title = f'**{entry["title"]}**' if entry['key'] == self.content['recommended'] else entry['title']
+            title += ' *' if entry['tie'] and entry['key'] != self.content['recommended'] else ''
+            few = f'{entry["rounds"]} rounds' if entry['rounds'] < SURE_ROUNDS else ''
+            few = f'dropped after {entry["rounds"]} rounds' if entry['dropped_for'] else few
+            title += f' ({few})' if few else ''
+            low, high = entry['loss_range']
+            loss = '–' if is_base else f'{entry["expected_loss"]:.2f} ({low:.2f} to {high:.2f})'
+            row = [title, _digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
+            row += ['–' if is_base else f'{entry["agreement"]:.3f}', loss]
+            ap = entry['ap'] or {}
+            row += [f'{100 * ap[kind][main_column(kind)]:.1f}' if kind in ap else '–' for kind in kinds]
+            memory = '–' if entry['memory_mb'] is None else f'{entry["memory_mb"]:.0f} MB'
+            rows.append([*row, memory, f'{entry["first_s"]:.1f} s', f'{entry["disk_mb"]:.0f} MB'])
+        return format_table(titles, rows)
+
+    def notes(self) -> list[str]:
+        """The conditions of the measurement, and what was not measured."""
+        content, environment, base = self.content, self.content['environment'], self.entry('eager')
+        images, versions = content['images'], environment['versions']
+        ties = any(entry['tie'] and entry['key'] != content['recommended'] for entry in content['forms'])
+        is_short = any(entry['rounds'] < QUARTILE_ROUNDS and not entry['dropped_for'] for entry in content['forms'])
+        threads = f'{content["threads"]} thread{"s" if content["threads"] != 1 else ""}'
+        lines = [
+            f'Measured on {environment["device"]}, {threads}, PyTorch {versions["torch"]}, batch 1, from the bytes of '
+            f'a file to detections, images of {images["sizes"]} (HxW) after the test pipeline, all forms in turns: '
+            'median of the ratio to eager in the same round, in brackets its quartiles, over up to '
+            f'{base["rounds"]} rounds; '
+            "ms: the ratio times eager's median" + ('; * is as fast as the recommended form.' if ties else '.'),
+            f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
+            f'held-out images as the truth. Expected loss: in points, {_describe_ap(content["ap"], base)}; in brackets '
+            f'at two standard errors of the agreement. {LOSS_EVIDENCE}',
+            *[SHORT] * is_short,
+            'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
+        ]
+        # Several forms may lack the same.
+        for reason in dict.fromkeys(content['failed'].values()):
+            keys = ', '.join(key for key, other in content['failed'].items() if other == reason)
+            lines.append(f'Not measured: {keys}: {reason}.')
+        if content['late']:
+            lines.append(f'Out of time: {"; ".join(content["late"])}. The same command goes on.')
+        return lines
+
+    def __str__(self) -> str:
+        notes = '\n'.join(f'- {note}' for note in self.notes())
+        return f'{self.verdict()}\n\n{self.table()}\n\n{notes}'
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f'{value:.0f}' if value >= 1000 else f'{value:.3g}'
+
+
+def _ratio(entry: Mapping) -> str:
+    low, high = entry['quartiles']
+    return f'{entry["ratio"]:.2f} ({low:.2f} to {high:.2f})'
+
+
+def _describe_ap(ap: float, base: Mapping) -> str:
+    return f'for the measured AP of {100 * ap:.0f}' if base['ap'] else f'if the original has an AP of {100 * ap:.0f}'
+
+
+def _describe_loss(entry: Mapping) -> str:
+    if entry['ap_loss'] is not None:
+        return f'Its AP on the labelled images is {entry["ap_loss"]:.1f} points lower.'
+    low, high = entry['loss_range']
+    return f'Its expected loss of AP is {entry["expected_loss"]:.2f} points ({low:.2f} to {high:.2f}).'
+
+
+def write_folder(
+    folder: Path, content: dict, images: Sequence[Path], found: Mapping[str, Mapping[int, Detections]]
+) -> OptimizationReport:
+    """Writes the folder; optimize.json last, so that an interrupted call leaves the earlier result.
+
+    Args:
+        folder: The folder.
+        content: What optimize.json will hold; ``files`` of each form are its config and weights, anywhere.
+        images: Files of the images.
+        found: Detections of the original and of the recommended form in the images, by index.
+    """
+    # Matplotlib takes a second, which loading a folder does not need.
+    from slab_det.measure.figure import save_figure
+    from slab_det.optimization.pictures import agreement_figure, objects_figure
+
+    former = read_folder(folder) if is_folder(folder) else dict(forms=[])
+    best = next(entry for entry in content['forms'] if entry['key'] == content['recommended'])
+    base = next(entry for entry in content['forms'] if entry['key'] == 'eager')
+    config = best['files'][0]
+    # What the recommended form needs, and the original detector for machines that cannot run it.
+    kept = {*best['files'], *base['files']}
+    published = {path: CONFIG if path == config else Path(path).name for path in kept}
+    for path, name in published.items():
+        _copy(Path(path), folder / name)
+    for entry in content['forms']:
+        entry['files'] = [published[path] for path in entry['files']] if {*entry['files']} <= kept else []
+        entry['loss'] = entry['expected_loss'] if entry['ap_loss'] is None else entry['ap_loss']
+    report = OptimizationReport(folder, content | dict(schema=SCHEMA))
+    save_figure(agreement_figure(report.content), folder / FIGURE)
+    titles = {f'{which}: {entry["title"]}': found[entry['key']] for which, entry in (('before', base), ('after', best))}
+    save_figure(objects_figure(titles, images, content['classes']), folder / GRID)
+    _write_text(folder / README, _readme(report))
+    _write_text(folder / FILE, json.dumps(report.content, indent=1, allow_nan=False) + '\n')
+    left = {name for entry in former['forms'] for name in entry['files']} - {*published.values()}
+    for name in left:
+        (folder / name).unlink(missing_ok=True)
+    return report
+
+
+def _readme(report: OptimizationReport) -> str:
+    notes = '\n'.join(f'- {note}' for note in report.notes())
+    return f"""# The fastest form of this detector
+
+{report.verdict()}
+
+```python
+import slab_det
+
+detector = slab_det.load_detector({str(report.folder)!r})
+sample = detector('photo.jpg')  # or its bytes, a BGR array, or a Pillow image; a list gives a list
+print(sample.pred_instances.bboxes, [detector.classes[i] for i in sample.pred_instances.labels])
+```
+
+`slab-det test {report.folder}` measures its AP on the labelled images of `{CONFIG}`.
+
+{report.table()}
+
+{notes}
+
+![Agreement with the original detector over milliseconds]({FIGURE})
+
+![Objects that both detectors find]({GRID})
+
+`{FILE}` holds these numbers. `work/` is what the command goes on from; nothing else needs it.
+"""
+
+
+def _write_text(path: Path, text: str) -> None:
+    with whole_file(path) as name:
+        name.write_text(text)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Puts a file at ``target``, as a second name of the same bytes where the file system has that."""
+    with whole_file(target) as name:
+        try:
+            os.link(source, name)
+        except OSError:
+            shutil.copyfile(source, name)

@@ -1,0 +1,90 @@
+"""Layers whose input channels have very different ranges are quantized with a scale for each channel."""
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip('onnx')
+onnxruntime = pytest.importorskip('onnxruntime')
+
+from slab_det.export import quantize, quantize_onnx  # noqa: E402
+from slab_det.export.equalize import equalize  # noqa: E402
+from slab_det.export.runtime import METADATA_KEY  # noqa: E402
+
+CHANNELS, OUTPUTS = 16, 12
+RANGES = np.logspace(-3, 1, CHANNELS).astype(np.float32)
+
+
+def build(kind: str, ranges: np.ndarray):
+    """A file of one layer, whose weights make every channel count the same."""
+    make, rng = onnx.helper, np.random.default_rng(0)
+    rows = (rng.normal(size=(CHANNELS, OUTPUTS)) / ranges[:, None]).astype(np.float32)
+    weight = {'Conv': rows.T[:, :, None, None], 'Gemm': rows.T, 'MatMul': rows}[kind]
+    source, before = 'image', []
+    if kind != 'Conv':
+        # Gemm reads (N, C), MatMul tokens of any rank.
+        shape = np.array([-1, CHANNELS] if kind == 'Gemm' else [1, -1, CHANNELS], np.int64)
+        before = [
+            make.make_node('Transpose', ['image'], ['last'], perm=(0, 2, 3, 1)),
+            make.make_node('Reshape', ['last', 'shape'], ['tokens']),
+        ]
+        source = 'tokens'
+    layer = make.make_node(kind, [source, 'weight'], ['out'], 'layer', **dict(transB=1) if kind == 'Gemm' else {})
+    constants = [onnx.numpy_helper.from_array(np.ascontiguousarray(weight), 'weight')]
+    if before:
+        constants.append(onnx.numpy_helper.from_array(shape, 'shape'))
+    image = make.make_tensor_value_info('image', onnx.TensorProto.FLOAT, (1, CHANNELS, 'h', 'w'))
+    out = make.make_tensor_value_info('out', onnx.TensorProto.FLOAT, None)
+    graph = make.make_graph([*before, layer], 'graph', [image], [out], constants)
+    model = make.make_model(graph, opset_imports=[make.make_opsetid('', 16)], ir_version=8)
+    make.set_model_props(model, {METADATA_KEY: '{}'})
+    return model
+
+
+def pictures(ranges: np.ndarray, count: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [(rng.normal(size=(1, CHANNELS, 8, 9)) * ranges[:, None, None]).astype(np.float32) for _ in range(count)]
+
+
+def run(content: bytes, image: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(content, providers=['CPUExecutionProvider'])
+    return session.run(None, {'image': image})[0]
+
+
+@pytest.mark.parametrize('kind', ['Conv', 'Gemm', 'MatMul'])
+def test_small_channels_with_large_weights_survive_int8(kind, tmp_path, monkeypatch):
+    model, images = build(kind, RANGES), pictures(RANGES, 12)
+    onnx.save(model, tmp_path / 'float.onnx')
+    expected = run(model.SerializeToString(), images[-1])
+    errors = []
+    for scales in (True, False):
+        if not scales:
+            monkeypatch.setattr(quantize, 'equalize', lambda *_: ([], []))
+        assert quantize_onnx(tmp_path / 'float.onnx', tmp_path / 'int8.onnx', images[:-1]) == ['layer']
+        found = run((tmp_path / 'int8.onnx').read_bytes(), images[-1])
+        errors.append(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    assert errors[0] < 0.05 < 0.5 < errors[1], errors
+    assert equalize(model, ['layer'], images[:3]) == (['layer'], [])
+    np.testing.assert_allclose(run(model.SerializeToString(), images[-1]), expected, rtol=1e-4, atol=1e-4)
+    assert 'weight' not in {tensor.name for tensor in model.graph.initializer}, 'nothing reads the former weight'
+
+
+def test_channels_of_like_ranges_are_left_alone():
+    ranges = np.linspace(0.8, 1.2, CHANNELS).astype(np.float32)
+    model = build('MatMul', ranges)
+    before = model.SerializeToString()
+    assert equalize(model, ['layer'], pictures(ranges, 3)) == ([], []) and model.SerializeToString() == before
+
+
+def test_a_layer_whose_weights_cancel_stays_in_float32(tmp_path):
+    """All channels are nearly equal, and the output is what remains of their large weighted sum."""
+    model, rng = build('Conv', np.ones(CHANNELS, np.float32)), np.random.default_rng(2)
+    weight = model.graph.initializer[0]
+    rows = rng.normal(size=(OUTPUTS, CHANNELS)).astype(np.float32)
+    rows -= rows.mean(1, keepdims=True)
+    weight.CopyFrom(onnx.numpy_helper.from_array(100 * rows[:, :, None, None], 'weight'))
+    shared = rng.normal(size=(3, 1, 1, 8, 9))
+    images = [(x + 1e-3 * rng.normal(size=(1, CHANNELS, 8, 9))).astype(np.float32) for x in shared]
+    onnx.save(model, tmp_path / 'float.onnx')
+    assert quantize_onnx(tmp_path / 'float.onnx', tmp_path / 'int8.onnx', images) == []
+    expected, found = (run((tmp_path / f'{name}.onnx').read_bytes(), images[0]) for name in ('float', 'int8'))
+    np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -1,0 +1,466 @@
+"""load_detector finds the same objects in any form of an image, in any runtime and from any thread."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import cv2
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from conftest import CONFIGS, SMALL_SWIN, as_trained
+from graph_cases import unmatched
+from mmdet.apis import inference_detector, init_detector
+from mmdet.registry import MODELS, TRANSFORMS
+from mmdet.structures import DetDataSample
+from mmdet.structures.mask import encode_mask_results
+from mmengine.config import Config
+from mmengine.evaluator import Evaluator
+from mmengine.logging import MMLogger
+from mmengine.runner import Runner
+from pycocotools.mask import decode
+from setuptools.config.pyprojecttoml import read_configuration
+
+import slab_det
+from slab_det.checkpoints import build_detector
+from slab_det.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.export.runtime import import_extra
+from slab_det.export.settings import detector_settings, follow_config
+from slab_det.fusion import FusionError, save_fused
+from slab_det.inference import ImageListError, ServedDetector
+from slab_det.inference.folder import FILE, SCHEMA
+from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
+
+RUNTIMES = ('torch', 'onnxruntime', 'openvino')
+EXAMPLES = CONFIGS.parent / 'examples'
+GENERATOR = np.random.default_rng(0)
+# Blobs of several pixels, in which detectors find objects.
+IMAGES = [
+    cv2.resize(GENERATOR.integers(0, 256, (h // 6, w // 6, 3), dtype=np.uint8), (w, h))
+    for h, w in ((96, 120), (150, 90), (60, 200), (96, 120))
+]
+
+
+@pytest.fixture(scope='module')
+def files(module_run_cfg: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Fused config, fused checkpoint and ONNX file of a small Mask R-CNN that finds objects in noise."""
+    cfg = module_run_cfg(**SMALL_SWIN)
+    cfg.model.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
+    cfg.model.test_cfg.rcnn.max_per_img = 20
+    model = as_trained(MODELS.build(cfg.model))
+    for layer in (model.rpn_head.rpn_reg, model.roi_head.bbox_head.fc_reg):
+        layer.weight.data.mul_(0.1)
+        layer.bias.data.zero_()
+    folder = tmp_path_factory.mktemp('served')
+    fused = slab_det.fuse(model)
+    # build_detector sets these too; the file says how its config resizes images.
+    fused.cfg, fused.dataset_meta = cfg, dict(classes=('a', 'b', 'c', 'd'))
+    checkpoint, config = save_fused(fused, cfg, folder / 'fused.pth', fused.dataset_meta)
+    export_onnx(fused, folder / 'model.onnx')
+    return config, checkpoint, folder / 'model.onnx'
+
+
+@pytest.fixture(scope='module')
+def served(files: tuple[Path, Path, Path]) -> Callable[[str], ServedDetector]:
+    """A function that loads the detector in a runtime."""
+
+    @cache
+    def load(runtime: str) -> ServedDetector:
+        if runtime == 'openvino':
+            pytest.importorskip('openvino')
+        options = dict(device='cpu') if runtime == 'torch' else dict(threads=1)
+        return slab_det.load_detector(files[0], files[1 if runtime == 'torch' else 2], runtime, **options)
+
+    return load
+
+
+def assert_same(found: DetDataSample, wanted: DetDataSample, exact: bool) -> None:
+    assert {key: found.metainfo[key] for key in ('ori_shape', 'img_shape', 'scale_factor')} == {
+        key: wanted.metainfo[key] for key in ('ori_shape', 'img_shape', 'scale_factor')
+    }
+    found, wanted = found.pred_instances, wanted.pred_instances
+    assert {*found.keys()} == {*wanted.keys()} == {'bboxes', 'scores', 'labels', 'masks'}
+    if exact:
+        assert all(found[key].equal(wanted[key]) for key in wanted.keys())
+        return
+    assert len(wanted) > 5 and unmatched(found, wanted, boxes=0.1, scores=1e-3) <= 0.02
+    assert all(found[key].dtype == wanted[key].dtype for key in wanted.keys())
+    # Objects of equal scores may change places.
+    apart = (found.bboxes[:, None] - wanted.bboxes).abs().amax(-1) + (found.scores[:, None] - wanted.scores).abs()
+    partner = (apart + 1e3 * (found.labels[:, None] != wanted.labels)).argmin(1)
+    assert (found.masks != wanted.masks[partner]).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_detections_of_every_runtime_and_image_form_equal_mmdets(runtime, files, served, tmp_path):
+    detector = served(runtime)
+    model = init_detector(str(files[0]), str(files[1]), device='cpu')
+    wanted = inference_detector(model, IMAGES[:3])
+    paths = [tmp_path / f'{i}.png' for i in range(3)]
+    for path, image in zip(paths, IMAGES, strict=False):
+        cv2.imwrite(str(path), image)
+    arrays = detector(IMAGES[:3])
+    for results in (
+        detector([*map(str, paths)]),
+        detector(tuple(path.read_bytes() for path in paths)),
+        [detector(paths[0]), detector(paths[1].read_bytes()), detector(PIL.Image.open(paths[2]))],
+    ):
+        for found, array, expected in zip(results, arrays, wanted, strict=True):
+            assert_same(found, array, exact=True)
+            assert_same(found, expected, exact=False)
+    assert {*found.metainfo} == {*served('torch')(IMAGES[0]).metainfo} and detector.classes == ('a', 'b', 'c', 'd')
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_threads_share_a_detector(runtime, served):
+    detector = served(runtime)
+    images = IMAGES[:3] * 4
+    wanted = detector(images)
+    with ThreadPoolExecutor(4) as pool:
+        for found, expected in zip(pool.map(detector, images), wanted, strict=True):
+            assert_same(found, expected, exact=True)
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_rle_masks_and_their_ap_equal_full_masks(runtime, files, served, tmp_path):
+    options = dict(device='cpu') if runtime == 'torch' else dict(threads=1)
+    full = served(runtime)
+    encoded = slab_det.load_detector(files[0], files[1 if runtime == 'torch' else 2], runtime, masks='rle', **options)
+    for found, wanted in zip(encoded(IMAGES), full(IMAGES), strict=True):
+        found, wanted = found.pred_instances, wanted.pred_instances
+        assert len(found) > 5 and all(found[key].equal(wanted[key]) for key in ('bboxes', 'scores', 'labels'))
+        assert found.masks == encode_mask_results(wanted.masks.numpy())
+    cfg = Config.fromfile(files[0])
+    loader = Runner.build_dataloader(cfg.test_dataloader)
+    metrics, results = [], []
+    for name, model in (('full', full.model), ('encoded', encoded.model)):
+        evaluator = Evaluator({**cfg.test_evaluator, 'outfile_prefix': str(tmp_path / name)})
+        evaluator.dataset_meta = loader.dataset.metainfo
+        for batch in loader:
+            evaluator.process(model.test_step(batch), batch)
+        metrics.append(evaluator.evaluate(len(loader.dataset)))
+        results.append((tmp_path / f'{name}.segm.json').read_text())
+    assert metrics[0] == metrics[1] and 'coco/segm_mAP' in metrics[0]
+    assert results[0] == results[1] and len(json.loads(results[0])) > 20
+
+
+def test_list_runs_to_its_end_and_names_each_refused_image(served):
+    detector = served('torch')
+    wanted = detector(IMAGES[:3])
+    images = [IMAGES[0], 'nowhere.jpg', IMAGES[1], [IMAGES[2]], IMAGES[2], np.full((9, 9, 3), None)]
+    with pytest.raises(
+        ImageListError,
+        match=r'(?s)^3 of 6 images.*\n\[1\] nowhere.jpg cannot be.*\n\[3\] .*not a list.*\n\[5\] .* object',
+    ) as caught:
+        detector(images)
+    assert {*caught.value.errors} == {1, 3, 5} and isinstance(caught.value, DataError)
+    assert [result is None for result in caught.value.results] == [False, True, False, True, False, True]
+    for found, expected in zip(filter(None, caught.value.results), wanted, strict=True):
+        assert_same(found, expected, exact=True)
+    assert detector([]) == []
+
+
+@pytest.mark.parametrize('runtime', ['onnxruntime', 'openvino'])
+def test_exported_file_is_served_without_slab_det(files, served, runtime):
+    pytest.importorskip(runtime)
+    example = runpy.run_path(str(EXAMPLES / 'serve_onnx.py'))
+    detector = example['Detector'](files[2], runtime, threads=1)
+    for image in IMAGES[:3]:
+        expected = served(runtime)(image).pred_instances
+        found = detector(cv2.imencode('.png', image)[1].tobytes())
+        assert len(found) > 5 and [entry['label'] for entry in found] == expected.labels.tolist()
+        assert [entry['name'] for entry in found] == ['abcd'[label] for label in expected.labels]
+        np.testing.assert_allclose([entry['box'] for entry in found], expected.bboxes, atol=1e-3)
+        np.testing.assert_allclose([entry['score'] for entry in found], expected.scores, atol=1e-5)
+        masks = np.stack([entry['mask'] for entry in found])
+        assert masks.any() and (masks != expected.masks.numpy()).mean() < 1e-5
+    with pytest.raises(ValueError, match='not an image'):
+        detector(b'no image')
+
+
+# Runs a program where slab_det and what it needs are not installed.
+WITHOUT = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(('slab_det', 'torch', 'mmengine', 'mmcv', 'mmdet', 'onnx')))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+def test_program_of_the_example_needs_nothing_of_slab_det(files, tmp_path):
+    detector = runpy.run_path(str(EXAMPLES / 'serve_onnx.py'))['Detector'](files[2], threads=1)
+    (tmp_path / 'photo.png').write_bytes(cv2.imencode('.png', IMAGES[0])[1])
+    found = detector((tmp_path / 'photo.png').read_bytes())
+    command = [EXAMPLES / 'serve_onnx.py', files[2], tmp_path / 'photo.png', '--min-score', found[1]['score']]
+    run = subprocess.run(
+        [sys.executable, '-c', WITHOUT, *map(str, command), '--threads', '1'], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    printed = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [entry['box'] for entry in printed] == [entry['box'] for entry in found[:2]]
+    assert [entry['mask_pixels'] for entry in printed] == [entry['mask'].sum() for entry in found[:2]]
+
+
+@pytest.mark.parametrize(('width', 'height', 'keep_ratio'), [(1333, 800, True), (77, 50, True), (64, 96, False)])
+def test_example_resizes_as_mmdet_does(width, height, keep_ratio):
+    prepare = runpy.run_path(str(EXAMPLES / 'serve_onnx.py'))['prepare']
+    resize = dict(type='Resize', scale=[width, height], keep_ratio=keep_ratio)
+    for image in IMAGES:
+        wanted = TRANSFORMS.build(dict(resize, scale=(width, height)))(dict(img=image, img_shape=image.shape[:2]))
+        pixels, factors = prepare(image, resize)
+        assert (pixels[0] == wanted['img'].transpose(2, 0, 1)).all()
+        np.testing.assert_allclose(factors, wanted['scale_factor'] * 2)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """A function: the application that ``python examples/serve.py`` with these arguments would serve."""
+    for package in ('fastapi', 'httpx', 'uvicorn'):
+        if find_spec(package) is None:
+            pytest.skip(f'{package} is not installed: make test installs it, or pip install -e ".[test]"')
+    import uvicorn
+
+    def make(*arguments: object) -> object:
+        served = []
+        monkeypatch.setattr(uvicorn, 'run', lambda app, host, port: served.append((app, host, port)))
+        monkeypatch.setattr('sys.argv', ['serve.py', *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / 'serve.py'), run_name='__main__')
+        ((app, host, port),) = served
+        assert (host, port) == ('127.0.0.1', 8000), 'reached from this machine alone'
+        return app
+
+    return make
+
+
+@pytest.mark.parametrize(('runtime', 'masks'), [('torch', 'full'), ('torch', 'rle'), ('onnxruntime', 'rle')])
+def test_server_answers_with_the_objects_of_load_detector(files, served, server, runtime, masks):
+    from fastapi.testclient import TestClient
+
+    weights, device = (files[1], ('--device', 'cpu')) if runtime == 'torch' else (files[2], ())
+    app = server(files[0], weights, '--runtime', runtime, '--masks', masks, '--threads', 1, *device)
+    with TestClient(app) as client:
+        assert client.get('/healthz').json() == dict(status='ok', classes=['a', 'b', 'c', 'd'])
+        for image in IMAGES[:2]:
+            expected = served(runtime)(image).pred_instances
+            content = cv2.imencode('.png', image)[1].tobytes()
+            answer = client.post('/detect', content=content).json()
+            assert (answer['height'], answer['width']) == image.shape[:2]
+            found = answer['detections']
+            assert len(found) > 5 and [entry['label'] for entry in found] == expected.labels.tolist()
+            assert [entry['name'] for entry in found] == ['abcd'[label] for label in expected.labels]
+            assert [entry['box'] for entry in found] == expected.bboxes.tolist()
+            assert [entry['score'] for entry in found] == expected.scores.tolist()
+            decoded = np.stack([decode(entry['mask']) for entry in found])
+            assert (decoded == expected.masks.numpy()).all()
+            few = client.post('/detect', params=dict(min_score=found[1]['score']), content=content).json()
+            assert few['detections'] == found[:2]
+
+
+@pytest.mark.parametrize('runtime', ['torch', 'onnxruntime'])
+def test_server_takes_a_folder_of_optimize(files, served, server, tmp_path, runtime):
+    from fastapi.testclient import TestClient
+
+    weights = files[1] if runtime == 'torch' else files[2]
+    for file in (files[0], weights):
+        shutil.copy(file, tmp_path)
+    form = dict(key='chosen', runtime=runtime, precision='float32', variant=[], files=[files[0].name, weights.name])
+    content = dict(schema=SCHEMA, recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5)
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with TestClient(server(tmp_path, '--threads', 1)) as client:
+        answer = client.post('/detect', content=cv2.imencode('.png', IMAGES[0])[1].tobytes()).json()
+    expected = served(runtime)(IMAGES[0]).pred_instances
+    assert [entry['box'] for entry in answer['detections']] == expected.bboxes.tolist()
+    with pytest.raises(ConfigError, match='lacks weights'), TestClient(server(files[0])):
+        pass
+    with pytest.raises(DeploymentError, match='leave dtype= out'), TestClient(server(tmp_path, '--dtype', 'bfloat16')):
+        pass
+
+
+def test_server_refuses_what_is_no_small_image_and_goes_on(files, server):
+    from fastapi.testclient import TestClient
+
+    content = cv2.imencode('.png', IMAGES[0])[1].tobytes()
+    app = server(files[0], files[1], '--device', 'cpu', '--max-megabytes', len(content) / 2**20)
+    with TestClient(app) as client:
+        # The second one says nothing of its length.
+        for large in (content + b' ', iter([content, b' '])):
+            answer = client.post('/detect', content=large)
+            assert answer.status_code == 413 and 'send a smaller one' in answer.json()['detail']
+        for bad, message in ((b'', 'empty'), (b'no image', 'not an image'), (content[:300], 'damaged')):
+            answer = client.post('/detect', content=bad)
+            assert answer.status_code == 422 and message in answer.json()['detail'], answer.json()
+        assert client.post('/detect', params=dict(min_score=2), content=content).status_code == 422
+        assert client.get('/detect').status_code == 405
+        with ThreadPoolExecutor(4) as pool:
+            answers = [*pool.map(lambda _: client.post('/detect', content=content).json(), range(8))]
+        assert answers[0]['detections'] and answers == answers[:1] * 8
+
+
+def test_server_does_not_start_without_a_detector(files, server, tmp_path):
+    from fastapi.testclient import TestClient
+
+    app = server(files[0], tmp_path / 'nowhere.pth')
+    with pytest.raises(CheckpointError, match='nowhere.pth'), TestClient(app):
+        pass
+
+
+def test_dockerfile_serves_what_is_there():
+    """No container runs here: the files, the flags and the extras that it names are there."""
+    text = (EXAMPLES / 'Dockerfile').read_text()
+    settings = read_configuration(CONFIGS.parent / 'pyproject.toml')['project']
+    (extras,) = re.findall(r'pip install --no-cache-dir "\.\[([\w,]+)\]"', text)
+    assert {*extras.split(',')} <= settings['optional-dependencies'].keys()
+    (entry,) = re.findall(r'^ENTRYPOINT (.*)$', text, re.MULTILINE)
+    program, script, *flags = json.loads(entry)
+    usage = (CONFIGS.parent / script).read_text()
+    assert program == 'python' and all(f"'{flag}'" in usage for flag in flags if flag.startswith('--'))
+    assert '/healthz' in text and "'/healthz'" in usage and 'EXPOSE 8000' in text and 'default=8000' in usage
+
+
+def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_path):
+    cfg = module_run_cfg(**SMALL_SWIN)
+    torch.save(dict(state_dict=as_trained(MODELS.build(cfg.model)).state_dict()), tmp_path / 'last.pth')
+    detector = slab_det.load_detector(cfg, tmp_path / 'last.pth', dtype=torch.bfloat16)
+    assert detector.model.fusion_report.select('folded')
+    assert detector.model.backbone.patch_embed.projection.weight.dtype == torch.bfloat16
+    assert isinstance(detector(IMAGES[0]), DetDataSample)
+    model = MODELS.build(module_run_cfg(**{**SMALL_SWIN, 'norm_cfg': dict(type='LN')}).model)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'layernorm.pth')
+    with pytest.raises(FusionError, match='norms have no statistics of data'):
+        slab_det.load_detector(cfg, tmp_path / 'layernorm.pth')
+
+
+@pytest.mark.parametrize(
+    ('file', 'options', 'error', 'message'),
+    [
+        (2, dict(), CheckpointError, 'cannot be read as a checkpoint'),
+        (1, dict(masks='RLE'), DeploymentError, "masks='RLE' is not one of"),
+        (1, dict(threads=2), ExportError, 'threads= is not an option of the runtime torch, which takes dtype$'),
+        (1, dict(runtime='onnxruntime'), ExportError, 'was not written by slab-det export'),
+        (2, dict(runtime='onnxruntime', device='cpu'), ExportError, "device='cpu' is for"),
+        (2, dict(runtime='onnxruntime', masks='RLE'), ExportError, "masks='RLE' is not one of"),
+        (2, dict(runtime='onnxruntime', dtype=torch.int8), ExportError, 'dtype= .* which takes threads and precision'),
+    ],
+    ids=str,
+)
+def test_wrong_file_or_option_is_refused(files, file, options, error, message):
+    with pytest.raises(error, match=message):
+        slab_det.load_detector(files[0], files[file], **options)
+
+
+def test_a_missing_config_is_named(files):
+    with pytest.raises(ConfigError, match=r'missing\.py: there is no such config'):
+        slab_det.load_detector('missing.py', files[1])
+
+
+def test_gray_detector_is_deployed_exported_and_served(module_run_cfg, tmp_path):
+    cfg = module_run_cfg(**SMALL_SWIN, in_channels=1)
+    cfg.model.data_preprocessor.update(mean=[120.0], std=[60.0], bgr_to_rgb=False)
+    cfg.test_dataloader.dataset.pipeline[0].color_type = 'grayscale'
+    torch.save(dict(state_dict=as_trained(MODELS.build(cfg.model)).state_dict()), tmp_path / 'gray.pth')
+    model = build_detector(cfg, str(tmp_path / 'gray.pth'))
+    export_onnx(model, tmp_path / 'gray.onnx')
+    runtime = load_runtime(tmp_path / 'gray.onnx', threads=1)
+    assert runtime.metadata['image']['channel_order'] == 'gray'
+    assert check_parity(model, runtime, random_images([(96, 128)], channels=1))[0].conclusive
+    gray = cv2.cvtColor(IMAGES[0], cv2.COLOR_BGR2GRAY)
+    results = []
+    for weights, options in (('gray.pth', dict(device='cpu')), ('gray.onnx', dict(runtime='onnxruntime', threads=1))):
+        detector = slab_det.load_detector(cfg, tmp_path / weights, **options)
+        forms = gray, gray[..., None], PIL.Image.fromarray(gray), cv2.imencode('.png', gray)[1].tobytes()
+        first, *others = detector([*forms])
+        for other in others:
+            assert_same(other, first, exact=True)
+        results.append(first)
+        if weights == 'gray.pth':
+            assert detector.model.deployment_check.difference < 1e-3
+            measured = slab_det.measure_latency(dict(gray=detector.model), size=(64, 96), rounds=1, warmup=1)
+            assert measured['gray'].detections is not None
+    assert_same(*results, exact=False)
+
+
+def with_settings(config: Path, **settings: object) -> Config:
+    """The fused config with other settings of the detector, such as ``rcnn__score_thr=0.3``."""
+    cfg = Config.fromfile(config)
+    cfg.merge_from_dict({f'model.model.{key.replace("__", ".")}': value for key, value in settings.items()})
+    return cfg
+
+
+def test_file_follows_thresholds_and_limits_of_the_config(files, served):
+    settings = dict(score_thr=0.3, max_per_img=6, mask_thr_binary=0.7)
+    cfg = with_settings(files[0], **{f'test_cfg__rcnn__{key}': value for key, value in settings.items()})
+    wanted = slab_det.load_detector(cfg, files[1], device='cpu')
+    found = slab_det.load_detector(cfg, files[2], 'onnxruntime', threads=1)
+    for image in IMAGES[:3]:
+        assert_same(found(image), wanted(image), exact=False)
+        assert len(found(image).pred_instances) <= 6 < len(served('onnxruntime')(image).pred_instances)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        (dict(test_cfg__rcnn__nms__iou_threshold=0.3), 'test_cfg.rcnn.nms=.*0.5.*0.3.*would find other objects'),
+        (dict(test_cfg__rcnn__nms__type='soft_nms'), 'test_cfg.rcnn.nms=.*soft_nms'),
+        (dict(test_cfg__rcnn__max_per_img=21), 'test_cfg.rcnn.max_per_img=20, and this config 21'),
+        (dict(test_cfg__rcnn__max_per_img=-1), 'test_cfg.rcnn.max_per_img=20, and this config -1'),
+        (dict(test_cfg__rcnn__mask_thr_binary=-1), 'test_cfg.rcnn.mask_thr_binary=0.5, and this config -1'),
+        (dict(test_cfg__rpn__nms_pre=50), 'test_cfg.rpn.nms_pre=60, and this config 50'),
+        (dict(test_cfg__rpn__max_per_img=30), 'test_cfg.rpn.max_per_img=40, and this config 30'),
+        (dict(data_preprocessor__mean=[0, 0, 0]), 'normalization.mean=.123.*, and this config .0, 0, 0'),
+        (dict(data_preprocessor__std=[1, 1, 1]), 'normalization.std=.58.*, and this config .1, 1, 1'),
+        (dict(data_preprocessor__bgr_to_rgb=False), 'normalization.channel_order=RGB, and this config BGR'),
+        (dict(data_preprocessor__pad_size_divisor=64), 'padding.size_divisor=32, and this config 64.*export again'),
+    ],
+    ids=str,
+)
+def test_settings_that_the_file_cannot_follow_are_refused(files, served, settings, message):
+    cfg, metadata = with_settings(files[0], **settings), served('onnxruntime').model.runtime.metadata
+    with pytest.raises(ExportError, match=f'model.onnx was exported with {message}'):
+        follow_config('model.onnx', metadata, detector_settings(cfg))
+    # Options beside the model of a FusedDetector are options of the model.
+    beside = Config.fromfile(files[0])
+    beside.merge_from_dict({f'model.{key.replace("__", ".")}': value for key, value in settings.items()})
+    with pytest.raises(ExportError, match=f'model.onnx was exported with {message}'):
+        follow_config('model.onnx', metadata, detector_settings(beside))
+    # The settings are compared anew at each load.
+    assert follow_config('model.onnx', metadata, detector_settings(Config.fromfile(files[0]))).score_thr is None
+
+
+def test_file_of_an_earlier_version_says_that_it_has_its_own_thresholds(files, tmp_path, caplog):
+    MMLogger.get_current_instance().addHandler(caplog.handler)
+    model = import_extra('onnx').load(files[2])
+    metadata = json.loads(model.metadata_props[0].value)
+    del metadata['test_cfg'], metadata['padding']
+    model.metadata_props[0].value = json.dumps(metadata)
+    (tmp_path / 'old.onnx').write_bytes(model.SerializeToString())
+    cfg = with_settings(files[0], test_cfg__rcnn__score_thr=0.9)
+    detector = slab_det.load_detector(cfg, tmp_path / 'old.onnx', 'onnxruntime')
+    assert 'old.onnx was exported by an earlier version and does not say its test_cfg' in caplog.text
+    assert detector(IMAGES[0]).pred_instances.scores.min() < 0.9
+    cfg = with_settings(files[0], data_preprocessor__mean=[0, 0, 0])
+    with pytest.raises(ExportError, match='old.onnx was exported with normalization.mean'):
+        slab_det.load_detector(cfg, tmp_path / 'old.onnx', 'onnxruntime')
+
+
+def test_file_exported_for_another_resize_is_refused(files, served):
+    cfg = Config.fromfile(files[0])
+    (resize,) = [step for step in cfg.test_dataloader.dataset.pipeline if step.type == 'Resize']
+    assert served('onnxruntime')
+    resize.scale = (96, 80)
+    # The file gets its resize from the config that build_detector stores in the model.
+    model = build_detector(cfg, str(files[1]))
+    export_onnx(model, files[2].with_name('other.onnx'))
+    slab_det.load_detector(cfg, files[2].with_name('other.onnx'), 'onnxruntime')
+    with pytest.raises(ExportError, match=r'exported for the resize .*96, 80.*would find other objects'):
+        slab_det.load_detector(files[0], files[2].with_name('other.onnx'), 'onnxruntime')
