@@ -23,7 +23,7 @@ LAYERS = (
     ('inference',),
     ('export',),
     ('hooks', 'absorption'),
-    ('measure', 'conversion'),
+    ('measure', 'conversion', 'preflight'),
     ('fusion', 'recalibration'),
     ('families',),
     ('backbones',),

@@ -23,7 +23,7 @@ from benchmarks.absorb.run import CORRUPTIONS, IN_PROCESS, METRICS, corrupted
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
 from slab_det.checkpoints import build_detector
-from slab_det.data import set_data_root
+from slab_det.preflight import set_data_root
 from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader
 

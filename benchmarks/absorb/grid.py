@@ -37,7 +37,7 @@ from slab_det.absorption import refit, student
 from slab_det.absorption.regression import CrossMoments, rank_channels
 from slab_det.absorption.student import channels_left
 from slab_det.checkpoints import build_detector
-from slab_det.data import set_data_root
+from slab_det.preflight import set_data_root
 from slab_det.fusion.channels import HiddenChannels, find_channels, keep_channels
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.markdown import format_table

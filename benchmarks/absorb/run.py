@@ -35,7 +35,7 @@ from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import write_tune_config
-from slab_det.data import set_data_root
+from slab_det.preflight import set_data_root
 from slab_det.fusion import save_fused
 from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader

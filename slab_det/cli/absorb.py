@@ -64,9 +64,9 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, image_loader, read_config
     from slab_det.conversion import ConversionError, write_tune_config
-    from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.fusion import save_fused
     from slab_det.measure.evaluate import evaluate
+    from slab_det.preflight import check_class_order, check_data, classes_of_meta
     from slab_det.runtime.run_folder import check_writable
 
     # Absorption may take hours, so later steps are checked first.

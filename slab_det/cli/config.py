@@ -8,7 +8,7 @@ from mmengine.config import Config
 from mmengine.hub import get_config
 from torch.utils.data import DataLoader
 
-from slab_det.data import check_data, set_data_root
+from slab_det.preflight import check_data, set_data_root
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
 from slab_det.runtime.run_folder import check_writable

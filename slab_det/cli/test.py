@@ -42,11 +42,11 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints import is_fused
     from slab_det.cli.config import check_report, config_from_arguments
     from slab_det.cli.runner import run_test, use_exported
-    from slab_det.data import check_data
     from slab_det.inference.folder import find_stored
     from slab_det.measure import report_file
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.latency import check_conditions
+    from slab_det.preflight import check_data
     from slab_det.runtime.distributed import unwrap
     from slab_det.runtime.errors import SlabDetError
     from slab_det.runtime.memory import keep_freed_memory

@@ -26,9 +26,9 @@ def main(args: argparse.Namespace) -> None:
 
     from slab_det.cli.config import config_from_arguments
     from slab_det.cli.runner import build_test_runner, use_exported
-    from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.report_file import ap_from_metrics, describe_dataset
+    from slab_det.preflight import check_class_order, check_data, classes_of_meta
     from slab_det.runtime.memory import keep_freed_memory
     from slab_det.runtime.numbers import check_threads
     from slab_det.runtime.run_folder import check_writable

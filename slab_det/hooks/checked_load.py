@@ -52,7 +52,7 @@ class CheckedLoadHook(Hook):
 def _check_dataset_classes(runner: Runner, checkpoint: dict, name: str) -> None:
     """Raises DataError if the datasets of this run have other classes than ``checkpoint``, or in another order."""
     # Imports mmdet's datasets, which takes seconds, and registering the hooks does not need them.
-    from slab_det.data.classes import check_classes, classes_of_meta, metainfo_of, names_classes_in_text
+    from slab_det.preflight.classes import check_classes, classes_of_meta, metainfo_of, names_classes_in_text
 
     expected = None if names_classes_in_text(runner.model) else classes_of_meta(checkpoint.get('meta') or {})
     for split, loop in (('train', runner._train_loop), ('val', runner._val_loop), ('test', runner._test_loop)):

@@ -10,7 +10,7 @@ from mmdet.registry import DATASETS
 
 from benchmarks import splits
 from slab_det.cli.config import read_config
-from slab_det.data import check_data
+from slab_det.preflight import check_data
 
 RNG = np.random.default_rng(0)
 VOC_OBJECT = (

@@ -18,7 +18,8 @@ from slab_det.compare.agreement import (
     expected_loss,
     least_agreement,
 )  # fmt: skip
-from slab_det.data import generate, set_data_root
+from slab_det.data import generate
+from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
 from slab_det.runtime.errors import AgreementError
 

@@ -12,7 +12,7 @@ from coco_files import SIZE, make_content, run_cfg, write_images, write_split
 from mmengine.logging import MMLogger
 from PIL import Image
 
-from slab_det.data import check_data, image_sizes
+from slab_det.preflight import check_data, image_sizes
 from slab_det.runtime.errors import DataError
 
 TURNED = SIZE[::-1]

@@ -15,8 +15,8 @@ from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
-from slab_det.data import check_data
-from slab_det.data.annotations import count_objects, read_coco
+from slab_det.preflight import check_data
+from slab_det.preflight.annotations import count_objects, read_coco
 from slab_det.runtime.errors import DataError
 
 

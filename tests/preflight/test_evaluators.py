@@ -9,7 +9,7 @@ from coco_files import dataset_cfg, make_annotation, make_content, run_cfg, writ
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
-from slab_det.data import check_data
+from slab_det.preflight import check_data
 from slab_det.runtime.errors import DataError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mmengine.logging import MMLogger
 
-from slab_det.data.annotations import MAX_LOST, CocoFile, find_loss
+from slab_det.preflight.annotations import MAX_LOST, CocoFile, find_loss
 from slab_det.runtime.errors import DataError
 
 

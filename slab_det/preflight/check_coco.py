@@ -13,7 +13,7 @@ from mmdet.registry import METRICS
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
 
-from slab_det.data.annotations import (
+from slab_det.preflight.annotations import (
     CocoFile,
     check_categories,
     check_corners,
@@ -22,8 +22,8 @@ from slab_det.data.annotations import (
     read_coco,
     require_keys,
 )
-from slab_det.data.image_sizes import check_image_sizes
-from slab_det.data.masks import check_masks
+from slab_det.preflight.image_sizes import check_image_sizes
+from slab_det.preflight.masks import check_masks
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError, name_some
 

@@ -11,7 +11,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
-from slab_det.data import check_data, check_num_classes, set_data_root
+from slab_det.preflight import check_data, check_num_classes, set_data_root
 from slab_det.runtime.errors import DataError
 
 BOX = {'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 0}

@@ -13,7 +13,7 @@ from mmengine.logging import MMLogger
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from slab_det.data import check_data
+from slab_det.preflight import check_data
 from slab_det.runtime.errors import DataError
 
 WIDTH, HEIGHT = SIZE

@@ -10,8 +10,9 @@ from mmengine.config import Config, ConfigDict
 from torch import nn
 from torch.utils.data import Dataset
 
-from slab_det.data.annotations import read_coco
-from slab_det.data.check_coco import (
+from slab_det.data.synthetic import SyntheticShapes
+from slab_det.preflight.annotations import read_coco
+from slab_det.preflight.check_coco import (
     CheckedDataset,
     check_coco_dataset,
     check_evaluator,
@@ -19,8 +20,7 @@ from slab_det.data.check_coco import (
     is_readable,
     is_remote,
 )
-from slab_det.data.classes import check_classes, metainfo_of, names_classes_in_text
-from slab_det.data.synthetic import SyntheticShapes
+from slab_det.preflight.classes import check_classes, metainfo_of, names_classes_in_text
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import DataError, name_some
