@@ -11,8 +11,9 @@ import torch
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.absorption.heads import Regions, find_regions
 from slab_det.absorption.walk import TensorStore
+from slab_det.families import find_absorbed
+from slab_det.families.regions import Regions
 from slab_det.runtime.batches import one_pass, prepare_inputs
 from slab_det.runtime.errors import ConversionError
 
@@ -60,7 +61,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
         model: The teacher, which prepares them.
         batches: What a data loader yields, or image tensors (B, 3, H, W).
         folder: Takes the image tensors that do not fit into memory.
-        heads: Whether heads will run; see :func:`~slab_det.absorption.heads.has_known_heads`.
+        heads: Whether heads will run; see :func:`~slab_det.families.find_absorbed`.
 
     Raises:
         ConversionError: If there is no batch.
@@ -72,7 +73,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     for index, batch in enumerate(one_pass(batches)):
         inputs, samples = prepare(batch)
         if heads:
-            regions.append(find_regions(model, inputs, samples))
+            regions.append(find_absorbed(model).find_regions(model, inputs, samples))
         store.put(str(index), inputs)
         digest.update(to_bytes(inputs))
         count = index + 1

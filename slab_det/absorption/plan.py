@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
-from slab_det.absorption.heads import has_known_heads, run_heads
 from slab_det.absorption.images import Images, read_images, to_bytes
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
+from slab_det.families import find_absorbed
 from slab_det.fusion.channels import HiddenChannels, find_channels
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.fusion_report import NormFusion
@@ -94,7 +94,8 @@ def make_plan(
         channels: Where hidden channels may be removed: '', 'ffn' or 'everywhere'.
         norms: Whether norms may be absorbed.
     """
-    heads = channels == 'everywhere' and has_known_heads(model)
+    family = find_absorbed(model) if channels == 'everywhere' else None
+    heads = family is not None
     images = read_images(model, batches, folder, heads)
     _check_absorbable(model)
     places = find_channels(model) if channels else {}
@@ -106,7 +107,7 @@ def make_plan(
 
     def forward(net: nn.Module) -> Callable[[Tensor, int], object]:
         run = net.extract_feat if has_neck or heads else net.backbone if _prefix(net) else net
-        return lambda image, batch: run_heads(net, run(image), images.regions[batch]) if heads else run(image)
+        return lambda image, batch: family.run_heads(net, run(image), images.regions[batch]) if heads else run(image)
 
     image = images.store.get('0')
     steps = [Step(name, Probe(name, 'input'), Probe(name, 'output')) for name in layer_norms]

@@ -1,4 +1,8 @@
-"""Families of heads whose detectors a CUDA graph or an ONNX file computes whole; each family is one file."""
+"""Families of mmdet's heads; each family is one file, which holds all that we know of it.
+
+What a CUDA graph or an ONNX file computes, the hidden channels of the heads, the layers that read the maps, and how
+absorption runs the heads.
+"""
 
 from torch import nn
 
@@ -18,7 +22,10 @@ from slab_det.families.two_stage import TwoStage
 EXPORTED: tuple[type[BoxFamily], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCOS, RTMDet, RTMDetIns)
 FAMILIES: tuple[type[Family], ...] = (*EXPORTED, DeformableTransformer, MaskFormer, Mask2Former)
 
-__all__ = ['EXPORTED', 'FAMILIES', 'BoxFamily', 'Family', 'Frame', 'Objects', 'Unsupported', 'find_family', 'require']
+__all__ = [
+    *('EXPORTED', 'FAMILIES', 'BoxFamily', 'Family', 'Frame', 'Objects', 'Unsupported', 'find_absorbed', 'find_family'),
+    *('require',),
+]
 
 
 def find_family(detector: nn.Module, among: tuple[type[Family], ...] = FAMILIES) -> type[Family]:
@@ -40,6 +47,11 @@ def find_family(detector: nn.Module, among: tuple[type[Family], ...] = FAMILIES)
         known = ' or '.join(base.__name__ for base in of_class)
         raise Unsupported(f'a graph needs {known} as {name}, not {type(head).__name__}')
     return of_class[base]
+
+
+def find_absorbed(detector: nn.Module) -> type[Family] | None:
+    """Returns the family whose heads absorption runs and prunes, or None."""
+    return next((family for family in FAMILIES if family.absorbs(detector)), None)
 
 
 def _predicts_as(detector: nn.Module, base: type[nn.Module]) -> bool:

@@ -9,11 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
+from mmdet.structures import DetDataSample
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from slab_det.families.masks import enlarge_masks
 from slab_det.families.operators import EMPTY, BoxOperators
+from slab_det.families.regions import Regions
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
@@ -91,6 +93,7 @@ class Family(ABC):
         base: The class of mmdet whose ``predict`` the detectors of this family have.
         part: The part of a detector that tells its family, such as 'roi_head' or 'bbox_head'.
         heads: The classes of mmdet as one of which this part predicts.
+        absorbed: The exact classes of this part that :meth:`run_heads` runs; absorption then removes their channels.
 
     Raises:
         Unsupported: If a part of the detector computes something that the family does not.
@@ -99,9 +102,26 @@ class Family(ABC):
     base: ClassVar[type[nn.Module]]
     part: ClassVar[str]
     heads: ClassVar[tuple[type[nn.Module], ...]]
+    absorbed: ClassVar[tuple[type[nn.Module], ...]] = ()
 
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         self.detector, self.operators = detector, operators
+
+    @classmethod
+    def absorbs(cls, detector: nn.Module) -> bool:
+        """Whether :meth:`find_regions` and :meth:`run_heads` know the heads of ``detector``."""
+        # A subclass may read the maps elsewhere.
+        return isinstance(detector, cls.base) and type(getattr(detector, cls.part, None)) in cls.absorbed
+
+    @classmethod
+    def find_regions(cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample]) -> Regions:
+        """Finds the regions of a batch (B, 3, H, W), in pixels of ``images``."""
+        raise NotImplementedError
+
+    @classmethod
+    def run_heads(cls, detector: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:
+        """Runs the heads on the maps of the neck; regions of images that are not in ``maps`` are left out."""
+        raise NotImplementedError
 
     def check_fixed(self) -> None:
         """Raises :class:`Unsupported` unless operators of fixed shapes compute what the detector does."""

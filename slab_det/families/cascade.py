@@ -18,7 +18,7 @@ class Cascade(TwoStage):
     """
 
     name = 'cascade'
-    heads = (CascadeRoIHead,)
+    heads = absorbed = (CascadeRoIHead,)
 
     def check(self) -> None:
         super().check()
@@ -27,6 +27,10 @@ class Cascade(TwoStage):
         custom = any(head.custom_activation for head in heads)
         same = len({head.num_classes for head in heads}) == 1
         require('bbox_heads with softmax, of equal num_classes', same and not custom)
+
+    @classmethod
+    def stage_arguments(cls, count: int) -> list[tuple]:
+        return [(stage,) for stage in range(count)]
 
     def regress(
         self, features: Sequence[Tensor], boxes: Tensor, scores: Tensor, limits: Tensor

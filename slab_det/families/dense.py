@@ -9,6 +9,7 @@ import torch
 from mmdet.models.detectors import SingleStageDetector
 from mmdet.models.task_modules.coders import DistancePointBBoxCoder
 from mmdet.models.task_modules.prior_generators import AnchorGenerator, MlvlPointGenerator
+from mmdet.structures import DetDataSample
 from torch import Tensor, nn
 
 from slab_det.families.base import (
@@ -23,6 +24,7 @@ from slab_det.families.base import (
     require,
 )
 from slab_det.families.operators import EMPTY, BoxOperators, flat
+from slab_det.families.regions import Regions, weigh_positions
 
 
 class Dense(BoxFamily):
@@ -63,6 +65,15 @@ class Dense(BoxFamily):
         require('a positive nms_pre and max_per_img in test_cfg', min(limits) > 0)
         # mmdet drops small boxes in the original image, whose scale a file does not know.
         require('a min_bbox_size of at most 0 in test_cfg', cfg.get('min_bbox_size', -1) <= 0)
+
+    @classmethod
+    @torch.no_grad()
+    def find_regions(cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample]) -> Regions:
+        return Regions(weigh_positions(detector.bbox_head(detector.extract_feat(images))[0]))
+
+    @classmethod
+    def run_heads(cls, detector: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:
+        detector.bbox_head(maps)
 
     @property
     def test_cfgs(self) -> tuple[dict]:

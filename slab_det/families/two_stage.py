@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.nn.functional as F
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.detectors import TwoStageDetector
 from mmdet.models.roi_heads import StandardRoIHead
-from mmdet.models.roi_heads.bbox_heads import BBoxHead, ConvFCBBoxHead
+from mmdet.models.roi_heads.bbox_heads import BBoxHead, ConvFCBBoxHead, Shared2FCBBoxHead, Shared4Conv1FCBBoxHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
+from mmdet.structures import DetDataSample
+from mmdet.structures.bbox import bbox2roi
 from torch import Tensor, nn
 
 from slab_det.families.base import (
@@ -26,8 +29,11 @@ from slab_det.families.base import (
     find_part,
     require,
 )
+from slab_det.families.channels import tower_channels
 from slab_det.families.layers import FusedConv, linear_relu
 from slab_det.families.operators import EMPTY, BoxOperators, can_pool, flat
+from slab_det.families.regions import Regions, weigh_positions
+from slab_det.norms.folds import Channels, register_folds
 
 # The methods that predict: a subclass may override any other method.
 BOX_PREDICTION = 'predict_by_feat', '_predict_by_feat_single', 'regress_by_class'
@@ -41,7 +47,7 @@ class TwoStage(BoxFamily):
     name = 'two_stage'
     base = TwoStageDetector
     part = 'roi_head'
-    heads = (StandardRoIHead,)
+    heads = absorbed = (StandardRoIHead,)
     stored = {
         'rpn': dict(nms_pre=-1, min_bbox_size=-1, max_per_img=None, nms=None),
         'rcnn': dict(score_thr=None, max_per_img=None, nms=None),
@@ -80,10 +86,44 @@ class TwoStage(BoxFamily):
                 pools = [getattr(layer, 'pool_mode', '') for layer in extractor.roi_layers]
                 require("roi_layers of pool_mode='avg'", {*pools} == {'avg'})
 
+    @classmethod
+    def absorbs(cls, detector: nn.Module) -> bool:
+        return super().absorbs(detector) and type(detector.rpn_head) is RPNHead
+
+    @classmethod
+    @torch.no_grad()
+    def find_regions(cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample]) -> Regions:
+        maps, metas, roi_head = detector.extract_feat(images), [s.metainfo for s in samples], detector.roi_head
+        weights = weigh_positions(detector.rpn_head(maps)[0])
+        proposals = detector.rpn_head.predict(maps, samples, rescale=False)
+        rois, extractors = bbox2roi([part.bboxes for part in proposals]), _stages(roi_head.bbox_roi_extractor)
+        stages = []
+        with ExitStack() as stack:
+            for extractor in extractors:
+                hook = extractor.register_forward_pre_hook(lambda module, args: stages.append(args[1].clone()))
+                stack.callback(hook.remove)
+            found = roi_head.predict_bbox(maps, metas, proposals, roi_head.test_cfg, rescale=False)
+        # Without proposals no box head runs.
+        return Regions(weights, stages or [rois] * len(extractors), bbox2roi([part.bboxes for part in found]))
+
+    @classmethod
+    def run_heads(cls, detector: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:
+        detector.rpn_head(maps)
+        roi_head, detections = detector.roi_head, regions.detections
+        stages = cls.stage_arguments(len(regions.proposals))
+        for stage, rois in zip(stages, regions.proposals, strict=True):
+            roi_head._bbox_forward(*stage, maps, rois[rois[:, 0] < len(maps[0])])
+        for stage in stages if detector.with_mask else ():
+            roi_head._mask_forward(*stage, maps, detections[detections[:, 0] < len(maps[0])])
+
+    @classmethod
+    def stage_arguments(cls, count: int) -> list[tuple]:
+        """The first arguments of mmdet's forwards of a stage, for each stage."""
+        return [()] * count
+
     def stages(self, name: str) -> list[nn.Module]:
         """Returns a part of the RoI head, of each of its stages."""
-        part = getattr(self.detector.roi_head, name, None)
-        return [*part] if isinstance(part, nn.ModuleList) else [part]
+        return _stages(getattr(self.detector.roi_head, name, None))
 
     def check_fixed(self) -> None:
         # Kernels of NMS count pairs of anchors in 32 bits.
@@ -308,3 +348,48 @@ class MaskHead:
         weight, bias = head.conv_logits.weight.flatten(1)[labels], head.conv_logits.bias[labels]
         logits = torch.bmm(x, weight[:, :, None])[..., 0].float() + bias[:, None].float()
         return logits.view(count, height, width, 2, 2).transpose(2, 3).reshape(count, 2 * height, 2 * width)
+
+
+def _stages(part: nn.Module | None) -> list[nn.Module | None]:
+    return [*part] if isinstance(part, nn.ModuleList) else [part]
+
+
+def _rpn_channels(head: RPNHead) -> list[Channels]:
+    return [Channels('rpn_conv', ('rpn_conv',), ('rpn_cls', 'rpn_reg'))] if isinstance(head.rpn_conv, nn.Conv2d) else []
+
+
+def _box_head_channels(head: ConvFCBBoxHead) -> Iterator[Channels]:
+    """The outputs of each shared linear layer; separate branches of classes and boxes keep their channels."""
+    if [*head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs] or not (head.with_cls and head.with_reg):
+        return
+    names = [f'shared_fcs.{i}' for i in range(len(head.shared_fcs))]
+    for i, name in enumerate(names):
+        yield Channels(name, (name,), (names[i + 1],) if i + 1 < len(names) else ('fc_cls', 'fc_reg'))
+
+
+def _box_head_input(head: ConvFCBBoxHead) -> tuple[str, ...]:
+    if head.num_shared_convs:
+        return ('shared_convs.0.conv',)
+    return ('shared_fcs.0',) if head.num_shared_fcs else ()
+
+
+def _mask_head_channels(head: FCNMaskHead) -> Iterator[Channels]:
+    """The outputs of each convolution, and of the transposed convolution that enlarges the map."""
+    if head.upsample_method != 'deconv':
+        yield from tower_channels(head, 'convs')
+        return
+    yield from tower_channels(head, 'convs', ('upsample',))
+    yield Channels('upsample', ('upsample',), ('conv_logits',), ('relu',))
+
+
+register_folds(RPNHead, hidden_channels=_rpn_channels, input_layers=lambda head: ('rpn_conv',))
+register_folds(
+    ConvFCBBoxHead,
+    Shared2FCBBoxHead,
+    Shared4Conv1FCBBoxHead,
+    hidden_channels=_box_head_channels,
+    input_layers=_box_head_input,
+)
+register_folds(
+    FCNMaskHead, hidden_channels=_mask_head_channels, input_layers=lambda head: ('convs.0.conv',) * (head.num_convs > 0)
+)

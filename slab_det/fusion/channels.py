@@ -13,7 +13,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-import slab_det.fusion.head_channels  # noqa: F401 (registers its rules)
+import slab_det.families  # noqa: F401 (registers the rules of heads)
 from slab_det.fusion.fuse import FusionError, join_names
 from slab_det.norms.folds import CannotFold, Channels, find_hooks, find_rule
 

@@ -1,0 +1,36 @@
+"""Runs the heads of a detector on the maps of its neck, teacher and student at the same regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Regions(NamedTuple):
+    """What a teacher finds in a batch, and where fits of the heads look.
+
+    Attributes:
+        weights: Weights of the positions of the dense head, the RPN or the head of a single stage, (B, 1, H, W) for
+            each level. One half of their sum is equal for all positions, the other half goes by the highest score of a
+            class: most positions show no object, and their outputs hardly matter.
+        proposals: Regions for the box head of each stage, (n, 5): the index of the image, x1, y1, x2, y2. The later
+            stages of a cascade read the regions that the teacher's earlier stages refined.
+        detections: Regions for the mask heads, (n, 5); None without regions for a box head.
+    """
+
+    weights: list[Tensor]
+    proposals: Sequence[Tensor] = ()
+    detections: Tensor | None = None
+
+    def position_weights(self, head: str, level: int) -> Tensor | None:
+        """The weights for a head with this name; None for a head that reads regions, which weigh the same."""
+        return self.weights[level] if head in ('rpn_head', 'bbox_head') else None
+
+
+def weigh_positions(logits: Sequence[Tensor]) -> list[Tensor]:
+    """The weights of :class:`Regions` for the logits (B, C, H, W) of a dense head, of each level."""
+    scores = [x.sigmoid().amax(1, keepdim=True) for x in logits]
+    mean = sum(x.sum() for x in scores) / sum(x.numel() for x in scores)
+    return [(x / mean + 1) / 2 for x in scores]
