@@ -51,6 +51,14 @@ PAUSE_SECONDS = 0.1
 Call = Callable[[], object]
 
 
+# Kinds of processors: the files with their rows. The deployed forms of mmdet's detector were measured on another Xeon.
+PROCESSORS = {
+    'AMX (Intel Xeon)': ('runtimes', 'runtimes_mmdet_deployed'),
+    'AVX-512 with bfloat16 (AMD EPYC, Zen 4)': ('runtimes_epyc',),
+    'AVX2 alone (AMD EPYC, Zen 3)': ('runtimes_avx2',),
+}
+
+
 class Row(NamedTuple):
     """A detector.
 
@@ -264,9 +272,26 @@ def table(rows: Sequence[dict]) -> str:
         cells = [measured.get((name, form)) for form in forms]
         ratios = [cell and f'{cell["to_mmdet"]:.2f}' for cell in cells]
         if name in (row.stock, row.layer_norm):
-            ratios = [cell and f'{cell["median_ms"]:.0f} ({ratio})' for cell, ratio in zip(cells, ratios, strict=True)]
+            ratios = [
+                # Of the processor with AVX2 alone only ratios were written down.
+                f'{cell["median_ms"]:.0f} ({ratio})' if cell and 'median_ms' in cell else ratio
+                for cell, ratio in zip(cells, ratios, strict=True)
+            ]
         if any(cells):
             lines.append([name, *(cell or '–' for cell in ratios)])
+    return format_table(('', *forms), lines)
+
+
+def processors_table(name: str = 'Swin-T, mmdet') -> str:
+    """mmdet's own detector in each form on each kind of processor, over its eager mode there; the fastest is bold."""
+    forms = [form for form in FORMS if form not in ('eager', 'torch.compile')]
+    lines = []
+    for processor, files in PROCESSORS.items():
+        rows = [row for file in files for row in Results(FOLDER / f'{file}.json').select(name=name, scope='detector')]
+        measured = {row['form']: row['to_mmdet'] for row in rows if row['size'] == '800x1216'}
+        least = min(measured[form] for form in forms if form in measured)
+        cells = (measured.get(form) for form in forms)
+        lines.append([processor, *('–' if x is None else f'**{x:.2f}**' if x == least else f'{x:.2f}' for x in cells)])
     return format_table(('', *forms), lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,6 +38,13 @@ class Machine:
         is_supported = getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
         is_fast = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == 'AVX512'
         return is_fast and is_supported()
+
+    @cached_property
+    def instructions(self) -> tuple[str, ...]:
+        """The vector instructions of the CPU from AVX2 on, such as 'avx512_bf16'; () where Linux does not tell them."""
+        cpuinfo = Path('/proc/cpuinfo')
+        text = cpuinfo.read_text(errors='replace') if cpuinfo.is_file() else ''
+        return tuple(sorted({*re.findall(r'\b(?:avx2|avx_vnni|avx512\w*|amx_\w+)', text)}))
 
     @cached_property
     def openvino_precisions(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 import torchvision
 
 import slab_det
+from slab_det.machine import MACHINE
 
 
 def device_name(device: torch.device | str) -> str:
@@ -35,6 +36,7 @@ def describe_environment(device: torch.device | str = 'cpu') -> dict:
     return {
         'versions': {'python': platform.python_version(), **versions},
         'device': device_name(device),
+        'instructions': ' '.join(MACHINE.instructions) or 'not recorded',
         'threads': torch.get_num_threads(),
         'tf32_matmul': torch.backends.cuda.matmul.allow_tf32,
         'tf32_cudnn': torch.backends.cudnn.allow_tf32,
