@@ -20,7 +20,7 @@ from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.deployment import deformable
 from slab_det.deployment.box_operators import EMPTY, map_levels
 from slab_det.deployment.deformable import deployed_deformable, sample_maps
-from slab_det.deployment.gpu import box_kernels, kernels, mask_kernels
+from slab_det.deployment.gpu import box_kernels, ffn_kernels, kernels, mask_kernels
 from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.ffn_kernels import TritonFFN, triton_ffn
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
@@ -208,9 +208,11 @@ def test_add_upsampled(fine, coarse):
     [(LinearFFN, 16, 8, 'GELU'), (LinearFFN, 48, 128, 'ReLU'), (ConvFFN, 64, 72, 'GELU')],
 )
 @torch.no_grad()
-def test_ffn(kind, channels, hidden, activation):
+def test_ffn(kind, channels, hidden, activation, monkeypatch):
     ffn = triton_ffn(kind(channels, hidden, dict(type=activation)).eval()).to(DEVICE, torch.float16)
     assert isinstance(ffn, TritonFFN)
+    # The layers are found once, not at each call.
+    monkeypatch.delattr(ffn_kernels, 'known_ffn')
     x, identity = torch.randn(2, 2, 67, channels, device=DEVICE, dtype=torch.float16)
     expected = copy.deepcopy(ffn.ffn).float()(x.float(), (1, 67), identity.float())
     assert (ffn(x, (1, 67), identity).float() - expected).abs().max() <= 0.01
