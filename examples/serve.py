@@ -27,7 +27,7 @@ from pycocotools.mask import encode
 import slab_det
 from slab_det.inference import ServedDetector
 from slab_det.inference.folder import find_stored
-from slab_det.runtime.errors import DataError
+from slab_det.runtime.errors import DataError, DeploymentError
 
 MEGABYTE = 2**20
 
@@ -48,7 +48,10 @@ def create_app(
         # Images wait for each other here: two at once would share the same cores.
         app.state.turn = anyio.CapacityLimiter(1)
         # The first image is slower, and a detector that does not run is known before the first request.
-        app.state.detector(np.zeros((64, 64, 3), np.uint8))
+        if 'pred_instances' not in app.state.detector(np.zeros((64, 64, 3), np.uint8)):
+            raise DeploymentError(
+                f'{config} predicts no instances, which this server answers: set test_cfg.instance_on'
+            )
         yield
 
     app = FastAPI(title='slab_det', version=slab_det.__version__, lifespan=load)

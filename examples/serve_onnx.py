@@ -10,6 +10,7 @@ needs. ``python tools/export_onnx.py`` writes the file and the metadata that are
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -26,7 +27,9 @@ def load_onnxruntime(file: str, threads: int = 0) -> tuple[dict, Run]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    # By itself it starts a thread for each core of the machine, also where this process may use fewer (taskset, Slurm).
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    options.intra_op_num_threads = threads or (usable if usable < os.cpu_count() else 0)
     session = onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
     metadata = json.loads(session.get_modelmeta().custom_metadata_map['slab_det'])
     return metadata, lambda image: session.run(None, {'image': image})

@@ -146,9 +146,11 @@ def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
 
 
 def _own_merging(merging: MmdetPatchMerging) -> PatchMerging:
-    stride, _ = sampler = merging.sampler.stride
-    is_corner = merging.adap_padding is not None and merging.adap_padding.padding == 'corner'
-    if not is_corner or not sampler == merging.sampler.kernel_size == (stride, stride):
+    sampler, padding = merging.sampler, merging.adap_padding
+    stride, _ = sampler.stride
+    is_corner = padding is not None and padding.padding == 'corner' and sampler.padding == (0, 0)
+    is_square = sampler.stride == sampler.kernel_size == (stride, stride) and sampler.dilation == (1, 1)
+    if not is_corner or not is_square:
         raise CannotFold('it does not merge square blocks of tokens, padded at the bottom and on the right')
     norm_cfg = dict(type='LN') if merging.norm else None
     own = _empty(merging, lambda: PatchMerging(merging.in_channels, merging.out_channels, stride, norm_cfg))

@@ -12,6 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--out', required=True, metavar='FILE.onnx')
     choices = 'backbone', 'detector'
     parser.add_argument('--scope', choices=choices, default='detector', help='(default %(default)s)')
+    parser.add_argument(
+        '--opset',
+        type=int,
+        default=17,
+        metavar='N',
+        help='version of the ONNX operators, 16 to 20 (default %(default)s)',
+    )
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='also compare on noise of this size')
     parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='also compare on photographs')
     group = parser.add_argument_group('int8')
@@ -37,6 +44,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import image_loader, read_config
     from slab_det.compare.features import input_channels
     from slab_det.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
+    from slab_det.export.onnx_file import OPSETS
     from slab_det.export.parity import SIZES
     from slab_det.fusion import check_statistics
     from slab_det.runtime.errors import SlabDetError
@@ -45,6 +53,8 @@ def main(args: argparse.Namespace) -> None:
 
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
+    if args.opset not in OPSETS:
+        raise SlabDetError(f'--opset {args.opset}: give {OPSETS[0]} to {OPSETS[-1]}')
     if args.size:
         check_size(args.size)
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
@@ -73,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
         images.append(np.ascontiguousarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32))
     check_statistics(detector, args.checkpoint)
     with whole_file(args.out) as name:
-        export_onnx(detector, name, args.scope)
+        export_onnx(detector, name, args.scope, args.opset)
         print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
         for check in check_parity(detector, load_runtime(name), images):
             print(f'  {check}')

@@ -90,6 +90,9 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     else:
         check_num_classes(runner.model, runner.test_loop.dataloader.dataset, 'test')
     model, dtype = unwrap(runner.model), getattr(torch, args.dtype)
+    if args.device:
+        # The runner takes a GPU where there is one.
+        model.to(args.device)
     if args.tta and getattr(model, 'with_mask', False):
         raise SlabDetError('--tta: mmdet merges boxes but not masks, and this detector predicts masks; leave out --tta')
     if args.fuse or args.deploy:

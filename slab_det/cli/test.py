@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
 
     keep_freed_memory()
     setup_cache_size_limit_of_dynamo()
-    stored = None
+    stored = args.device = None
     if args.checkpoint is None:
         stored = find_stored(args.config)
         use_stored(args, stored)
@@ -120,7 +120,7 @@ def use_stored(args: argparse.Namespace, stored: Stored) -> None:
         raise SlabDetError(f'{args.config} says how its detector runs, as {stored.form.key}: leave out {given[0]}')
     if args.work_dir is None:
         args.work_dir = str(Path('work_dirs') / Path(args.config).resolve().name)
-    args.config, args.checkpoint = str(stored.config), str(stored.weights)
+    args.device, args.config, args.checkpoint = stored.device, str(stored.config), str(stored.weights)
     if stored.form.runtime == 'torch':
         args.fuse, args.deploy, args.dtype = True, True, stored.form.precision
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
-from mmdet.models.roi_heads import StandardRoIHead
+from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
 from mmdet.models.utils import reweight_loss_dict
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -19,6 +19,7 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from slab_det.checkpoints import build_detector
+from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.modes import evaluating
 from slab_det.runtime.tensors import tensors_in
 
@@ -34,12 +35,14 @@ class Distillation:
     The error of outputs s of the student against outputs t of the teacher is ``sum (s - t)^2 / sum t^2``: 0 where they
     are equal, 1 where s is zero. Each loss is the mean error of its tensors:
 
-    - ``loss_features``: the feature maps that ``extract_feat`` returns.
+    - ``loss_features``: the feature maps that ``extract_feat`` returns. Absent if they lost channels: a map that lost
+      some holds combinations of the teacher's channels, which the heads read otherwise.
     - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.
-    - ``loss_roi``: logits and deltas of a StandardRoIHead on the teacher's proposals, and masks on 100 proposals.
+    - ``loss_roi``: logits and deltas of a StandardRoIHead, or of each stage of a CascadeRoIHead, on the teacher's
+      proposals, and masks on 100 proposals.
 
-    Other heads, such as a cascade's or DETR's, are not compared. Heads of the student run in eval mode, because some
-    return other outputs in training mode.
+    Other heads, such as DETR's, are not compared. Heads of the student run in eval mode, because some return other
+    outputs in training mode.
 
     Args:
         teacher: A detector; it is set to eval mode and gets no gradient.
@@ -59,18 +62,28 @@ class Distillation:
             features: Feature maps that the student's ``extract_feat`` returns for the images.
             images: (B, 3, H, W), as the data preprocessor returns them.
             samples: One for each image, with its shapes; labels are not read.
+
+        Raises:
+            ConversionError: If nothing can be compared.
         """
         teacher = self.teacher
         with torch.no_grad():
             targets = teacher.extract_feat(images)
-        losses = dict(loss_features=FEATURE_WEIGHT * mean_relative_error(features, targets))
-        if name := _find_dense_head(teacher):
+        losses, name = {}, _find_dense_head(teacher)
+        if all(map_.shape == target.shape for map_, target in zip(features, targets, strict=True)):
+            losses['loss_features'] = FEATURE_WEIGHT * mean_relative_error(features, targets)
+        elif name is None:
+            raise ConversionError(
+                f'{type(teacher).__name__}: the feature maps of student and teacher have different channels, and its '
+                'heads are not compared: there is nothing to learn from; leave the channels of the neck as they are'
+            )
+        if name:
             with torch.no_grad():
                 wanted = getattr(teacher, name)(targets)
             head = getattr(student, name)
             with evaluating(head):
                 losses['loss_dense'] = mean_relative_error(head(features), wanted)
-        if name == 'rpn_head' and isinstance(getattr(teacher, 'roi_head', None), StandardRoIHead):
+        if name == 'rpn_head' and _find_stages(getattr(teacher, 'roi_head', None)):
             with torch.no_grad():
                 metas = [sample.metainfo for sample in samples]
                 proposals = teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
@@ -166,11 +179,23 @@ def _find_dense_head(model: nn.Module) -> str | None:
     return 'bbox_head' if isinstance(getattr(model, 'bbox_head', None), BaseDenseHead) else None
 
 
-def _roi_outputs(head: StandardRoIHead, features: Sequence[Tensor], proposals: list[InstanceData]) -> list[Tensor]:
-    boxes = head._bbox_forward(features, bbox2roi([found.bboxes for found in proposals]))
-    outputs = [boxes['cls_score'], boxes['bbox_pred']]
-    if head.with_mask:
-        # StandardRoIHead.forward would take the first 100 boxes, all from the first image.
-        surest = [found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals]
-        outputs.append(head._mask_forward(features, bbox2roi(surest))['mask_preds'])
+def _find_stages(head: nn.Module | None) -> list[tuple[int, ...]]:
+    """The first arguments with which the methods of a RoI head run each of its stages; none for an unknown head."""
+    if isinstance(head, StandardRoIHead):
+        return [()]
+    # Its subclasses in mmdet take other arguments.
+    return [(stage,) for stage in range(head.num_stages)] if type(head) is CascadeRoIHead else []
+
+
+def _roi_outputs(
+    head: StandardRoIHead | CascadeRoIHead, features: Sequence[Tensor], proposals: list[InstanceData]
+) -> list[Tensor]:
+    outputs, rois = [], bbox2roi([found.bboxes for found in proposals])
+    # StandardRoIHead.forward would take the first 100 boxes, all from the first image.
+    surest = bbox2roi([found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals])
+    for stage in _find_stages(head):
+        boxes = head._bbox_forward(*stage, features, rois)
+        outputs += [boxes['cls_score'], boxes['bbox_pred']]
+        if head.with_mask:
+            outputs.append(head._mask_forward(*stage, features, surest)['mask_preds'])
     return outputs

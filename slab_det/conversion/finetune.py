@@ -149,7 +149,7 @@ def _train_without_labels(values: dict, dataset: dict) -> None:
     preprocessor = detector_config(values['model']).get('data_preprocessor') or {}
     for key in ('batch_augments', 'pad_mask', 'pad_seg'):
         preprocessor.pop(key, None)
-    # Heads that are not compared, such as a cascade's, get no gradient.
+    # Heads that are not compared, such as DETR's, get no gradient.
     values.update(custom_hooks=[], find_unused_parameters=True)
     values.update({f'{split}_{part}': None for split in ('val', 'test') for part in ('cfg', 'dataloader', 'evaluator')})
 

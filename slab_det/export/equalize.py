@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slab_det.export.runtime import import_extra
+from slab_det.export.runtime import import_extra, limit_threads
 
 # A scale of a channel is (range of the channel)^POWER / (its largest weight)^(1 - POWER).
 POWERS = (0.25, 0.5, 0.75, 1.0)
@@ -107,6 +107,14 @@ def _measure(
     probed = onnx.ModelProto()
     probed.CopyFrom(model)
     make = onnx.helper.make_node
+    axes_are_inputs = any(entry.domain == '' and entry.version >= 18 for entry in model.opset_import)
+
+    def reduce(kind: str, source: str, output: str, axes: Sequence[int]) -> Any:
+        if not axes_are_inputs:
+            return make(kind, [source], [output], axes=axes, keepdims=0)
+        probed.graph.initializer.append(onnx.numpy_helper.from_array(np.array(axes, np.int64), f'{output}/axes'))
+        return make(kind, [source, f'{output}/axes'], [output], keepdims=0)
+
     # The graph reduces each value itself: whole values of all layers would take gigabytes.
     for layer in layers:
         source, output, name = layer.node.input[0], layer.node.output[0], f'{layer.node.name}/probe'
@@ -120,10 +128,10 @@ def _measure(
             source = f'{name}/tokens'
         probed.graph.node.extend(
             [
-                make('ReduceMin', [source], [f'{name}/low'], axes=axes, keepdims=0),
-                make('ReduceMax', [source], [f'{name}/high'], axes=axes, keepdims=0),
+                reduce('ReduceMin', source, f'{name}/low', axes),
+                reduce('ReduceMax', source, f'{name}/high', axes),
                 make('Mul', [source, source], [f'{name}/squares']),
-                make('ReduceMean', [f'{name}/squares'], [f'{name}/square'], axes=axes, keepdims=0),
+                reduce('ReduceMean', f'{name}/squares', f'{name}/square', axes),
                 make('ReduceMean', [output], [f'{name}/mean'], keepdims=0),
                 make('Mul', [output, output], [f'{name}/output_squares']),
                 make('ReduceMean', [f'{name}/output_squares'], [f'{name}/output_square'], keepdims=0),
@@ -132,7 +140,9 @@ def _measure(
         for part in PARTS:
             probed.graph.output.append(onnx.helper.make_empty_tensor_value_info(f'{name}/{part}'))
     onnxruntime = import_extra('onnxruntime')
-    session = onnxruntime.InferenceSession(probed.SerializeToString(), providers=['CPUExecutionProvider'])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = limit_threads(0)
+    session = onnxruntime.InferenceSession(probed.SerializeToString(), options, providers=['CPUExecutionProvider'])
     names = [f'{layer.node.name}/probe/{part}' for layer in layers for part in PARTS]
     values: dict[str, list[np.ndarray]] = defaultdict(list)
     for image in images:

@@ -31,7 +31,9 @@ from slab_det.runtime.run_folder import whole_file
 from slab_det.runtime.tensors import check_finite
 
 SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
-# RoiAlign has half-pixel coordinates from opset 16 on, and ONNX Runtime has no kernel for RoiAlign of opset 22.
+# RoiAlign has half-pixel coordinates from opset 16 on; PyTorch 2.6 writes none after 20. ONNX Runtime has no kernel for
+# RoiAlign of opset 22.
+OPSETS = range(16, 21)
 OPSET = 17
 # Small, because tracing runs the model; sides are not multiples of a window or a stride.
 TRACED_SIZE = (161, 227)
@@ -55,21 +57,25 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
 
 
 @torch.no_grad()
-def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') -> None:
+def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', opset: int = OPSET) -> None:
     """Writes a detector as ONNX, for images of any height and width that the detector takes, batch 1.
 
     Args:
         detector: A detector in eval mode; export fuses its offline norms in a copy.
         path: The file, ending in .onnx.
         scope: 'backbone' or 'detector'.
+        opset: Version of the operators, 16 to 20, for programs that read no other.
 
     Raises:
-        ExportError: If the detector, or a part of it, has no export form, or has weights that are not finite.
+        ExportError: If the detector, or a part of it, has no export form, or has weights that are not finite; if the
+            file cannot have this opset.
         FusionError: If the detector cannot be fused.
         OSError: If the file cannot be written. A file that was there before is then unchanged.
     """
     if is_deployed(detector):
         raise ExportError('the model is deployed; export the fused model that it was made of')
+    if opset not in OPSETS:
+        raise ExportError(f'opset={opset}: give {OPSETS[0]} to {OPSETS[-1]}; others lack RoIAlign as mmdet computes it')
     onnx = import_extra('onnx')
     # Before minutes of tracing.
     dataset_meta = _to_json(getattr(detector, 'dataset_meta', None))
@@ -77,7 +83,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     image, divisor = _traced_image(graph, input_channels(detector))
     buffer = io.BytesIO()
     try:
-        with _tracer_workarounds():
+        with _tracer_workarounds(opset):
             # The tracer takes seconds for a Swin-T; torch.export takes minutes, because every operator simplifies its
             # symbolic sizes again. check_parity finds sizes that the tracer stored as constants.
             torch.onnx.export(
@@ -85,7 +91,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
                 (image,),
                 buffer,
                 dynamo=False,
-                opset_version=OPSET,
+                opset_version=opset,
                 input_names=['image'],
                 output_names=graph.output_names(),
                 dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
@@ -177,15 +183,15 @@ _EXPORTER = Lock()
 
 
 @contextmanager
-def _tracer_workarounds() -> Iterator[None]:
+def _tracer_workarounds(opset: int) -> Iterator[None]:
     """Keeps sizes dynamic, leaves out dropout, and mutes warnings of the tracer; one export at a time."""
     with _EXPORTER, warnings.catch_warnings(), _DynamicSizes():
         warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
         warnings.filterwarnings('ignore', category=DeprecationWarning)
         warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
         # torch writes scaled_dot_product_attention with a dropout of probability 0, which OpenVINO refuses.
-        torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, OPSET)
+        torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, opset)
         try:
             yield
         finally:
-            torch.onnx.unregister_custom_op_symbolic('aten::dropout', OPSET)
+            torch.onnx.unregister_custom_op_symbolic('aten::dropout', opset)

@@ -61,7 +61,7 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     graph = build_graph(detector, runtime.metadata['scope']).float()
     graph64, checks = copy.deepcopy(graph).double(), []
     # A backbone has no score threshold, and would be loaded twice.
-    run_all = runtime.with_threshold(0.0) if isinstance(graph, DetectorGraph) else None
+    run_all = runtime.with_threshold(0.0).run if isinstance(graph, DetectorGraph) else None
     divisor = runtime.metadata['image'].get('size_divisor', 1)
     for image in images:
         image = np.ascontiguousarray(crop_to_multiples(image, divisor))
@@ -75,7 +75,8 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     if not any(check.conclusive for check in checks):
         raise ExportError(
             f'none of {len(checks)} images shows whether the file is right: PyTorch itself differs between float32 and '
-            'float64, as detectors without norms do on noise; pass photographs with --check-images'
+            'float64, as detectors without norms do on noise; pass photographs with --check-images. If some of these '
+            'are photographs, the weights amplify rounding, as untrained ones do: no runtime computes them exactly'
         )
     return checks
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from slab_det.export.int8_sums import cuts_off_sums
 from slab_det.export.settings import follow_config
 from slab_det.families.masks import check_form, enlarge_masks, paste_masks
-from slab_det.machine import openvino_core
+from slab_det.machine import MACHINE, openvino_core
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.numbers import check_threads
@@ -58,20 +59,27 @@ def import_extra(name: str) -> ModuleType:
         raise ExportError(f'the package {error.name} is not installed: pip install -e ".[{extra}]"') from error
 
 
+def limit_threads(threads: int) -> int:
+    """Returns the threads that a runtime is asked for: 0, its own choice, counts the host's cores."""
+    is_limited = MACHINE.processors < (os.cpu_count() or 1)
+    # Otherwise the runtime's choice is better: it leaves out the second thread of each core.
+    return threads or (MACHINE.processors if is_limited else 0)
+
+
 def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
     if precision != 'f32':
         raise ExportError(f'ONNX Runtime runs a file in its own precision, not in {precision}: use runtime openvino')
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = limit_threads(threads)
     session = onnxruntime.InferenceSession(model, options, providers=['CPUExecutionProvider'])
     return lambda image: session.run(None, {'image': image})
 
 
 def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
     options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
-    if threads:
-        options['INFERENCE_NUM_THREADS'] = threads
+    if limit_threads(threads):
+        options['INFERENCE_NUM_THREADS'] = limit_threads(threads)
     import_extra('openvino')
     core = openvino_core()
     try:
@@ -104,37 +112,55 @@ def cuts_off_int8_sums(runtime: str) -> bool:
 
 @dataclass(frozen=True)
 class Runtime:
-    """A loaded ONNX file.
+    """A loaded ONNX file. It is pickled as its path and options, and loads the file again where it is unpickled.
 
     Attributes:
         metadata: What :func:`slab_det.export.export_onnx` wrote into the file.
         run: Returns the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
-        with_threshold: Returns a ``run`` with another score threshold; raises ExportError if the file has none.
+        with_threshold: Loads the file with another score threshold; raises ExportError if the file has none.
+        arguments: The arguments of :func:`load_runtime` that load the same.
     """
 
     metadata: dict
     run: Run
-    with_threshold: Callable[[float], Run]
+    with_threshold: Callable[[float], Runtime]
+    arguments: tuple
+
+    def __reduce__(self) -> tuple:
+        # A loaded file has threads and memory of its process.
+        return load_runtime, self.arguments
+
+    def __deepcopy__(self, memo: dict) -> Runtime:
+        # Threads share a loaded file, and so can copies.
+        return self
 
 
-def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 0, precision: str = 'f32') -> Runtime:
+def load_runtime(
+    path: str | Path,
+    runtime: str = 'onnxruntime',
+    threads: int = 0,
+    precision: str = 'f32',
+    score_thr: float | None = None,
+) -> Runtime:
     """Loads an exported file.
 
     Args:
         path: The file that :func:`export_onnx` or :func:`quantize_onnx` wrote.
         runtime: 'onnxruntime' or 'openvino'.
-        threads: CPU threads; 0 lets the runtime choose.
+        threads: CPU threads; 0 lets the runtime choose, among the processors that this process may use.
         precision: 'f32' or, with OpenVINO, 'bf16'.
+        score_thr: Detections with this score or a smaller one are dropped; None for the threshold of the file.
 
     Raises:
-        ExportError: If the runtime is unknown or not installed, or the file is missing, damaged or not from slab-det.
+        ExportError: If the runtime is unknown or not installed, this process may not use so many threads, or the file
+            is missing, damaged, not from slab-det, or without the threshold to change.
     """
     if runtime not in RUNTIMES:
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
     if precision not in PRECISIONS:
         raise ExportError(f'precision {precision!r} is not one of {", ".join(PRECISIONS)}')
-    check_threads(threads, ExportError, least=0)
+    check_threads(threads, ExportError, least=0, name='threads=')
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
     onnx = import_extra('onnx')
@@ -162,7 +188,8 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
 
     divisor = metadata['image'].get('size_divisor', 1)
 
-    def load(source: str | bytes) -> Run:
+    def load(score_thr: float | None) -> Runtime:
+        source = str(path) if score_thr is None else _set_threshold(path, score_thr)
         run = RUNTIMES[runtime](source, threads, precision)
 
         def run_named(image: np.ndarray) -> dict[str, np.ndarray]:
@@ -174,17 +201,21 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
                 )
             return dict(zip(names, run(image), strict=True))
 
-        return run_named
+        # Absolute: whoever unpickles it may be in another folder.
+        return Runtime(metadata, run_named, load, (os.path.abspath(path), runtime, threads, precision, score_thr))
 
-    def with_threshold(score_thr: float) -> Run:
-        model = onnx.load(path)
-        found = [tensor for tensor in model.graph.initializer if tensor.name.endswith('score_thr')]
-        if len(found) != 1:
-            raise ExportError(f'{path} has no score threshold that could be changed to {score_thr}; export it again')
-        found[0].CopyFrom(onnx.numpy_helper.from_array(np.array(score_thr, np.float32), found[0].name))
-        return load(model.SerializeToString())
+    return load(score_thr)
 
-    return Runtime(metadata, load(str(path)), with_threshold)
+
+def _set_threshold(path: str | Path, score_thr: float) -> bytes:
+    """The content of an exported file with another score threshold."""
+    onnx = import_extra('onnx')
+    model = onnx.load(path)
+    found = [tensor for tensor in model.graph.initializer if tensor.name.endswith('score_thr')]
+    if len(found) != 1:
+        raise ExportError(f'{path} has no score threshold that could be changed to {score_thr}; export it again')
+    found[0].CopyFrom(onnx.numpy_helper.from_array(np.array(score_thr, np.float32), found[0].name))
+    return model.SerializeToString()
 
 
 @MODELS.register_module()
@@ -230,7 +261,7 @@ class ExportedDetector(BaseModel):
             raise ExportError(f"masks='rle' encodes masks of boxes, and {file} outputs {found}; leave masks= out")
         self.settings = follow_config(file, self.runtime.metadata, detector)
         if self.settings.score_thr is not None:
-            self.runtime = replace(self.runtime, run=self.runtime.with_threshold(self.settings.score_thr))
+            self.runtime = self.runtime.with_threshold(self.settings.score_thr)
         # The runner reads the device of a model from its tensors.
         self.register_buffer('_device', torch.zeros(()), persistent=False)
 
@@ -240,7 +271,8 @@ class ExportedDetector(BaseModel):
         if mode != 'predict':
             raise ExportError(f'an exported detector only predicts, mode={mode!r} is not possible')
         for image, sample in zip(inputs, data_samples, strict=True):
-            found = self.runtime.run(image[None].float().numpy())
+            # Where there is a GPU, the runner moves the images to it.
+            found = self.runtime.run(image[None].float().cpu().numpy())
             # Sorted by score.
             found = {name: torch.from_numpy(x[: self.settings.max_per_img]) for name, x in found.items()}
             boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)

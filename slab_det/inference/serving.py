@@ -59,7 +59,7 @@ class ServedDetector:
     """Finds objects in images: files, bytes, arrays or Pillow images.
 
     Several threads may call it at the same time. Images of a list run one by one, because padding to a common size
-    changes predictions.
+    changes predictions. A pickled one of an exported file loads the file again.
 
     Args:
         model: A detector with ``test_step``, in eval mode.
@@ -93,10 +93,12 @@ class ServedDetector:
     def _detect(self, image: Image) -> DetDataSample:
         mend_threads()
         data = self.pipeline(image)
-        metainfo = data['data_samples'].metainfo
+        # Copied before the detector adds to them.
+        metainfo, given = data['data_samples'].metainfo, {*data['data_samples'].keys()}
         (found,) = self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
-        # A new sample, because each runtime adds fields of its own.
-        return DetDataSample(metainfo=metainfo, pred_instances=found.pred_instances.cpu())
+        # A new sample, because each runtime adds metainfo of its own.
+        predictions = {name: value for name, value in found.cpu().items() if name not in given}
+        return DetDataSample(metainfo=metainfo, **predictions)
 
 
 def load_detector(
@@ -113,8 +115,9 @@ def load_detector(
     ``load_detector('FOLDER')`` serves the form that :func:`slab_det.optimize` chose.
 
     An image is a path, the bytes of a file, an array in BGR, or a Pillow image; see
-    :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes and masks refer to the original image, as in mmdet's
-    ``pred_instances``. ``detector.classes`` holds the class names. The first image of each size is slower.
+    :class:`~slab_det.runtime.pipeline.ImagePipeline`. Results are what the detector's ``test_step`` predicts, such as
+    ``pred_instances`` and ``pred_panoptic_seg``; boxes and masks refer to the original image. ``detector.classes``
+    holds the class names. The first image of each size is slower.
 
     Args:
         config: A config with the test pipeline, fused or not; or a folder of :func:`slab_det.optimize`, which says

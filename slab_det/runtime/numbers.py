@@ -21,10 +21,19 @@ def check_size(size: Sequence[int], error: type[SlabDetError] = SlabDetError) ->
         raise error(f'--size {sides[0]} {sides[1]}: more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS')
 
 
-def check_threads(threads: int | None, error: type[SlabDetError] = SlabDetError, least: int = 1) -> None:
-    """Raises ``error`` unless ``threads`` is None or a number of threads that this process may use."""
+def check_threads(
+    threads: int | None, error: type[SlabDetError] = SlabDetError, least: int = 1, name: str = '--threads '
+) -> None:
+    """Raises ``error`` unless ``threads`` is None or a number of threads that this process may use.
+
+    Args:
+        threads: The number.
+        error: The class of the error.
+        least: The smallest number.
+        name: What stands before the number where the user gives it, as ``threads=``.
+    """
     most = MACHINE.processors
     if threads is not None and not (isinstance(threads, Integral) and least <= threads <= most):
         raise error(
-            f'--threads {threads}: give a whole number from {least} to {most}, the processors that this process may use'
+            f'{name}{threads}: give a whole number from {least} to {most}, the processors that this process may use'
         )

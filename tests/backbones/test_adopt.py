@@ -1,6 +1,7 @@
 """adopt replaces mmdet's blocks by slab_det's, which hold the same layers and compute the same."""
 
 import copy
+import inspect
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import relative_difference
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.pvt import PVTEncoderLayer
+from mmdet.models.backbones.pvt import PVTEncoderLayer, SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock
 from mmdet.models.layers import PatchMerging
 from mmdet.registry import MODELS
@@ -123,6 +124,75 @@ def test_frozen_stages_stay_in_eval_mode():
     assert {modes[name] for name, _ in model.named_modules() if name in modes} == {False, True}
     for name, module in model.named_modules():
         assert module.training == modes.get(name, module.training), name
+
+
+# Every argument of mmdet's layers with a value that is not its default: an adopted layer computes the same, or stays.
+SIZES = dict(embed_dims=16, num_heads=2)
+DROP = dict(type='DropPath', drop_prob=0.5)
+ARGUMENTS = {
+    SwinBlock: dict(
+        SIZES, feedforward_channels=24, window_size=5, shift=True, qkv_bias=False, qk_scale=0.3, drop_rate=0.3,
+        attn_drop_rate=0.3, drop_path_rate=0.3, act_cfg=dict(type='ReLU'), norm_cfg=dict(type='LN', eps=0.3),
+        with_cp=True, init_cfg=None,
+    ),
+    ShiftWindowMSA: dict(
+        SIZES, window_size=5, shift_size=2, qkv_bias=False, qk_scale=0.3, attn_drop_rate=0.3, proj_drop_rate=0.3,
+        dropout_layer=DROP, init_cfg=None,
+    ),
+    PVTEncoderLayer: dict(
+        SIZES, feedforward_channels=24, drop_rate=0.3, attn_drop_rate=0.3, drop_path_rate=0.3, qkv_bias=False,
+        act_cfg=dict(type='ReLU'), norm_cfg=dict(type='LN', eps=0.3), sr_ratio=2, use_conv_ffn=True, init_cfg=None,
+    ),
+    SpatialReductionAttention: dict(
+        SIZES, attn_drop=0.3, proj_drop=0.3, dropout_layer=DROP, batch_first=False, qkv_bias=False,
+        norm_cfg=dict(type='LN', eps=0.3), sr_ratio=2, init_cfg=None,
+    ),
+    PatchMerging: dict(
+        in_channels=16, out_channels=24, kernel_size=3, stride=3, padding='same', dilation=2, bias=True,
+        norm_cfg=None, init_cfg=None,
+    ),
+}  # fmt: skip
+
+
+# Dropout of tokens that lie in another order in memory: it draws the same numbers for other tokens.
+DRAWS_OTHERWISE = {'drop_rate', 'proj_drop_rate', 'proj_drop'}
+
+
+def argument_cases():
+    """Each class with each of its optional arguments alone, and one case with the required ones."""
+    for kind, values in ARGUMENTS.items():
+        parameters = inspect.signature(kind).parameters
+        required = {name: values[name] for name in values if parameters[name].default is inspect.Parameter.empty}
+        for name in ('', *(name for name in values if name not in required)):
+            arguments = {**required, **({name: values[name]} if name else {})}
+            yield pytest.param(kind, arguments, name not in DRAWS_OTHERWISE, id=f'{kind.__name__} {name}')
+
+
+def test_every_argument_of_mmdets_layers_has_a_case():
+    for kind, values in ARGUMENTS.items():
+        assert inspect.signature(kind).parameters.keys() == values.keys(), kind
+
+
+@pytest.mark.parametrize(('kind', 'arguments', 'draws_same'), [*argument_cases()])
+def test_a_layer_with_any_argument_computes_the_same_or_stays(kind, arguments, draws_same):
+    torch.manual_seed(0)
+    holder = nn.Sequential(kind(**arguments)).double()
+    for parameter in holder.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    own = copy.deepcopy(holder)
+    adopt(own)
+    reason = why_not_adopted(holder[0])
+    assert (type(own[0]) is kind) == bool(reason)
+    x, size = torch.randn(2, 7 * 6, 16).double(), (7, 6)
+    rates = [{part.p for part in net.modules() if isinstance(part, nn.Dropout)} for net in (own, holder)]
+    assert draws_same or 0.3 in rates[0] & rates[1]
+    for training in (False, True)[: 1 + draws_same]:
+        outputs = []
+        for layer in (own[0], holder[0]):
+            layer.train(training)
+            torch.manual_seed(1)
+            outputs.append(layer(x, size))
+        torch.testing.assert_close(*outputs, rtol=1e-11, atol=1e-11)
 
 
 class OtherBlock(SwinBlock):

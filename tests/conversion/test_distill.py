@@ -7,7 +7,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, as_trained, randomize
+from conftest import CONFIGS, SMALL_SWIN, as_trained, randomize, small_mmdet_cfg
 from mmdet.apis import DetInferencer
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -19,9 +19,10 @@ from slab_det.checkpoints import build_detector
 from slab_det.conversion import write_tune_config
 from slab_det.conversion.distill import NUM_PROPOSALS, Distillation
 from slab_det.fusion import save_fused
+from slab_det.fusion.channels import find_channels
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.runtime.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError, ConversionError
 
 
 def describe_images(images):
@@ -138,6 +139,71 @@ def test_a_student_is_fused_and_served_without_its_teacher(absorbed, tmp_path):
     with torch.no_grad():
         for one, other in zip(trained.extract_feat(images), served.extract_feat(images), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def narrowed(module_run_cfg, tmp_path_factory):
+    """A function: as ``absorbed``, for a student of a kind of detector whose FPN lost half of its channels."""
+
+    def make(kind):
+        folder = tmp_path_factory.mktemp('narrowed')
+        cfg = module_run_cfg(f'narrowed-{kind}', norm_cfg=dict(type='LN'))
+        if kind == 'faster_rcnn':
+            cfg.model.type, cfg.model.roi_head.mask_head = 'FasterRCNN', None
+        elif kind != 'mask_rcnn':
+            cfg.model = small_mmdet_cfg(MMDET[kind], {**SMALL_SWIN, 'norm_cfg': dict(type='LN')})
+            for head in cfg.model.roi_head.bbox_head if 'roi_head' in cfg.model else [cfg.model.bbox_head]:
+                head.num_classes = 4
+        cfg.custom_hooks = []
+        cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
+        teacher = build_detector(cfg)
+        torch.save(dict(state_dict=randomize(teacher).state_dict()), folder / 'teacher.pth')
+        channels = dict(neck=find_channels(teacher)['neck'].count // 2)
+        student = MODELS.build(dict(type='mmdet.FusedDetector', model=cfg.model, folds=[], channels=channels))
+        checkpoint, config = save_fused(randomize(student, 1), cfg, folder / 'absorbed.pth')
+        return cfg, folder / 'teacher.pth', config, checkpoint
+
+    return make
+
+
+MMDET = dict(retinanet='retinanet/retinanet_r50_fpn_1x_coco', cascade='cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco')
+
+
+@pytest.mark.parametrize('kind', ['mask_rcnn', 'faster_rcnn', 'retinanet', 'cascade'])
+def test_a_student_whose_fpn_lost_channels_learns_from_the_heads_of_its_teacher(kind, narrowed):
+    files = narrowed(kind)
+    runner = Runner.from_cfg(tune_cfg(files, 'narrow'))
+    before = build_detector(Config.fromfile(files[2]), str(files[3])).neck.fpn_convs[0].conv.weight
+    runner.train()
+    losses = {key.removeprefix('train/') for key in runner.message_hub.log_scalars if 'loss_' in key}
+    # Maps of other channels cannot be compared.
+    assert {'loss_dense'} | ({'loss_roi'} if kind != 'retinanet' else set()) <= losses - {'loss_features'} == losses
+    last = build_detector(Config.fromfile(files[2]), str(Path(runner.work_dir) / 'iter_2.pth'))
+    after = last.neck.fpn_convs[0].conv.weight
+    assert after.shape == before.shape and not after.equal(before)
+
+
+def test_each_stage_of_a_cascade_is_compared():
+    cfg = small_mmdet_cfg(MMDET['cascade'], {**SMALL_SWIN, 'norm_cfg': dict(type='LN')})
+    teacher = as_trained(MODELS.build(cfg))
+    images = torch.randn(1, 3, 64, 96)
+    for stage in range(3):
+        student = copy.deepcopy(teacher)
+        student.roi_head.bbox_head[stage].fc_cls.weight.data *= 2
+        student.roi_head.bbox_head[stage].fc_cls.bias.data *= 2
+        with torch.no_grad():
+            losses = Distillation(teacher)(student, student.extract_feat(images), images, describe_images(images))
+        # Twice the logits: an error of 1 in one of six outputs.
+        torch.testing.assert_close(losses['loss_roi'], torch.tensor(1 / 6), rtol=1e-5, atol=1e-6)
+        assert losses['loss_features'] == losses['loss_dense'] == 0
+
+
+def test_a_student_that_can_be_compared_in_nothing_is_refused(small_detector):
+    teacher, images = small_detector(), torch.randn(1, 3, 64, 96)
+    teacher.rpn_head = teacher.roi_head = None
+    maps = [map_[:, :8] for map_ in teacher.extract_feat(images)]
+    with pytest.raises(ConversionError, match='different channels, and its heads are not compared'):
+        Distillation(teacher)(None, maps, images, [])
 
 
 def test_without_a_task_loss_no_labels_are_read(absorbed):

@@ -2,7 +2,6 @@
 
 import copy
 import random
-from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -90,7 +89,7 @@ def test_file_computes_what_the_detector_computes(kind, exported):
         *matched, share = match_detections(found, again, side=99)
         assert share == 0 and relative_difference(*matched) < 1e-4, image.shape
     (image,) = random_images([(66, 50)])
-    nothing = runtime.with_threshold(2.0)(image)
+    nothing = runtime.with_threshold(2.0).run(image)
     # The padded image of 96x64, at every eighth pixel.
     masks = (0, 12, 8) if kind == 'RTMDet-Ins' else (0, 28, 28)
     shapes = dict(boxes=(0, 4), scores=(0,), labels=(0,), mask_logits=masks)
@@ -100,8 +99,7 @@ def test_file_computes_what_the_detector_computes(kind, exported):
 def test_parity_holds_where_a_centerness_takes_scores_below_the_threshold(exported, monkeypatch):
     detector, file = exported('FCOS')
     monkeypatch.setitem(detector.bbox_head.test_cfg, 'score_thr', 0.5)
-    runtime = load_runtime(file, threads=1)
-    runtime, images = replace(runtime, run=runtime.with_threshold(0.5)), random_images(SIZES[:1])
+    runtime, images = load_runtime(file, threads=1, score_thr=0.5), random_images(SIZES[:1])
     assert (runtime.run(images[0])['scores'] < 0.5).mean() > 0.5
     (check,) = check_parity(detector, runtime, images)
     assert check.conclusive and check.same and check.num_values > 100

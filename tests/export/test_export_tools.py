@@ -93,6 +93,7 @@ def test_folder_of_the_training_images_gives_the_same_int8_file(run, call, tmp_p
     [
         (['--out', 'model.pth'], 'must end in .onnx'),
         (['--out', 'model.onnx', '--images', 'photos'], 'add --int8'),
+        (['--out', 'model.onnx', '--opset', 12], '--opset 12: give 16 to 20'),
         (['--out', 'config.py/model.onnx'], 'config.py/model.onnx: Not a directory'),
         (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg is not a readable image'),
         (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is not a readable image'),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import random
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 import cv2
@@ -20,7 +24,7 @@ import PIL.Image
 import pytest
 import torch
 from conftest import CONFIGS, SMALL_SWIN, as_trained
-from graph_cases import unmatched
+from graph_cases import SEGMENTERS, build, unmatched
 from mmdet.apis import inference_detector, init_detector
 from mmdet.registry import MODELS, TRANSFORMS
 from mmdet.structures import DetDataSample
@@ -28,19 +32,24 @@ from mmdet.structures.mask import encode_mask_results
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.logging import MMLogger
+from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from pycocotools.mask import decode
 from setuptools.config.pyprojecttoml import read_configuration
+from torch import nn
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.data import SyntheticShapes
 from slab_det.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.export.runtime import import_extra
 from slab_det.export.settings import detector_settings, follow_config
 from slab_det.fusion import FusionError, save_fused
 from slab_det.inference import ImageListError, ServedDetector
 from slab_det.inference.folder import FILE, SCHEMA
+from slab_det.machine import MACHINE
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
+from slab_det.runtime.pipeline import ImagePipeline, inference_steps
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
 EXAMPLES = CONFIGS.parent / 'examples'
@@ -130,6 +139,74 @@ def test_threads_share_a_detector(runtime, served):
     with ThreadPoolExecutor(4) as pool:
         for found, expected in zip(pool.map(detector, images), wanted, strict=True):
             assert_same(found, expected, exact=True)
+
+
+def test_another_process_loads_an_exported_detector_from_its_pickle(files, tmp_path, monkeypatch):
+    # A relative path, another threshold, and another folder in the other process.
+    cfg = with_settings(files[0], test_cfg__rcnn__score_thr=0.8)
+    monkeypatch.chdir(files[2].parent)
+    detector = slab_det.load_detector(cfg, files[2].name, 'onnxruntime', masks='rle', threads=1)
+    wanted = detector(IMAGES[0]).pred_instances
+    assert 20 > len(wanted) > 3 and wanted.scores.min() > 0.8
+    for method in ('spawn', 'fork'):
+        with ProcessPoolExecutor(1, get_context(method), os.chdir, (tmp_path,)) as pool:
+            found = pool.submit(detector, IMAGES[0]).result().pred_instances
+        assert found.masks == wanted.masks, method
+        assert all(found[key].equal(wanted[key]) for key in ('bboxes', 'scores', 'labels')), method
+
+
+@pytest.mark.parametrize('runtime', ['torch', 'openvino'])
+def test_a_pickled_detector_finds_the_same(runtime, served):
+    detector = served(runtime)
+    assert_same(pickle.loads(pickle.dumps(detector))(IMAGES[0]), detector(IMAGES[0]), exact=True)
+
+
+def test_a_pickled_detector_names_a_file_that_is_gone(files, tmp_path):
+    shutil.copy(files[2], tmp_path / 'moved.onnx')
+    content = pickle.dumps(slab_det.load_detector(files[0], tmp_path / 'moved.onnx', 'onnxruntime', threads=1))
+    (tmp_path / 'moved.onnx').unlink()
+    with pytest.raises(ExportError, match=r'moved\.onnx not found'):
+        pickle.loads(content)
+
+
+def test_a_runtime_starts_no_more_threads_than_this_process_may_use(files, monkeypatch):
+    import onnxruntime
+
+    asked = []
+    monkeypatch.setattr(os, 'cpu_count', lambda: 64)
+    monkeypatch.setattr(
+        onnxruntime, 'InferenceSession', lambda _, options, **__: asked.append(options.intra_op_num_threads)
+    )
+    # The runtime itself knows better how many of all processors it needs.
+    for processors, threads in ((1, 1), (2, 2), (64, 0)):
+        monkeypatch.setattr(MACHINE, 'processors', processors)
+        load_runtime(files[2])
+        assert asked.pop() == threads
+    monkeypatch.setattr(MACHINE, 'processors', 1)
+    with pytest.raises(ExportError, match=r'^threads=2: give a whole number from 0 to 1, the processors that this'):
+        slab_det.load_detector(files[0], files[2], 'onnxruntime', threads=2)
+
+
+@pytest.mark.parametrize('kind', SEGMENTERS)
+@pytest.mark.parametrize('instance_on', [True, False])
+def test_a_segmenter_returns_all_that_it_predicts(kind, instance_on, files):
+    model, steps = segmenter(kind), inference_steps(Config.fromfile(files[0]))
+    model.panoptic_fusion_head.test_cfg.instance_on = instance_on
+    data = ImagePipeline(steps)(IMAGES[0])
+    with torch.no_grad():
+        (wanted,) = model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
+    found = ServedDetector(model, steps)(IMAGES[0])
+    segments = found.pred_panoptic_seg.sem_seg
+    assert segments.equal(wanted.pred_panoptic_seg.sem_seg) and len(segments.unique()) > 1
+    assert segments.shape == (1, *IMAGES[0].shape[:2])
+    assert {*found.keys()} == {'pred_panoptic_seg'} | ({'pred_instances'} if instance_on else set())
+    if instance_on:
+        assert found.pred_instances.masks.equal(wanted.pred_instances.masks)
+
+
+@cache
+def segmenter(kind: str) -> nn.Module:
+    return build(kind, random.Random(0))
 
 
 @pytest.mark.parametrize('runtime', RUNTIMES)
@@ -287,6 +364,22 @@ def test_server_takes_a_folder_of_optimize(files, served, server, tmp_path, runt
         pass
 
 
+def test_test_runs_a_folder_on_the_device_of_its_measurement(files, call, tmp_path, monkeypatch):
+    shutil.copy(files[0], tmp_path)
+    weights = torch.load(files[1], weights_only=False)
+    weights['meta']['dataset_meta'] = SyntheticShapes.METAINFO
+    torch.save(weights, tmp_path / files[1].name)
+    form = dict(key='chosen', runtime='torch', precision='float32', variant=[], files=[file.name for file in files[:2]])
+    content = dict(schema=SCHEMA, recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5)
+    (tmp_path / FILE).write_text(json.dumps(content))
+    # In place of a GPU, to which the runner moves every model.
+    monkeypatch.setattr('mmengine.runner.runner.get_device', lambda: 'cpu:0')
+    devices, move = [], BaseModel.to
+    monkeypatch.setattr(BaseModel, 'to', lambda model, *device: devices.append(*device) or move(model, *device))
+    call('test.py', tmp_path, '--work-dir', 'tested', '--cfg-options', 'test_evaluator.metric=bbox')
+    assert [str(device) for device in devices] == ['cpu:0', 'cpu']
+
+
 def test_server_refuses_what_is_no_small_image_and_goes_on(files, server):
     from fastapi.testclient import TestClient
 
@@ -305,6 +398,17 @@ def test_server_refuses_what_is_no_small_image_and_goes_on(files, server):
         with ThreadPoolExecutor(4) as pool:
             answers = [*pool.map(lambda _: client.post('/detect', content=content).json(), range(8))]
         assert answers[0]['detections'] and answers == answers[:1] * 8
+
+
+def test_server_does_not_start_with_a_detector_without_instances(files, server, monkeypatch):
+    from fastapi.testclient import TestClient
+
+    model, steps = segmenter('MaskFormer'), inference_steps(Config.fromfile(files[0]))
+    monkeypatch.setitem(model.panoptic_fusion_head.test_cfg, 'instance_on', False)
+    monkeypatch.setattr(slab_det, 'load_detector', lambda *_, **__: ServedDetector(model, steps))
+    app = server(*files[:2])
+    with pytest.raises(DeploymentError, match='no instances.* set test_cfg.instance_on'), TestClient(app):
+        pass
 
 
 def test_server_does_not_start_without_a_detector(files, server, tmp_path):

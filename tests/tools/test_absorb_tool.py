@@ -110,16 +110,9 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     result = call(*command)
     student = build_detector(Config.fromfile('fused_config.py'), 'fused.pth')
     assert layer_norms(student) == ['backbone.norm0', 'backbone.norm3']
-    tune = re.search(r'on pictures: slab-det train (\S+)', result.out)[1]
-    schedule = ('train_cfg.max_iters=2', 'train_dataloader.batch_size=2', 'train_dataloader.num_workers=0')
-    schedule += (
-        'train_dataloader.persistent_workers=False',
-        'default_hooks.checkpoint.interval=2',
-        'default_hooks.logger.interval=1',
-    )
-    call('train.py', tune, '--work-dir', 'tuned', '--cfg-options', *schedule)
-    losses = json.loads(next(Path('tuned').glob('*/vis_data/scalars.json')).read_text().splitlines()[-1])
-    assert {key for key in losses if key.startswith('loss_')} == {'loss_features', 'loss_dense', 'loss_roi'}, losses
+    assert 'on pictures: slab-det train ' in result.out
+    tune, losses = run_printed_command(result.out, call)
+    assert losses == {'loss_features', 'loss_dense', 'loss_roi'}
     last = build_detector(Config.fromfile('fused_config.py'), 'tuned/iter_2.pth')
     assert last.dataset_meta == student.dataset_meta == dict(classes=('a', 'b', 'c', 'd'))
     weights = (model.backbone.stages[0].blocks[0].ffn.layers[0][0].weight for model in (last, student))
@@ -132,6 +125,20 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     shutil.move(moved, 'pictures')
     call(*command, '--int8')
     assert {*Path('work').iterdir()} > finished, 'an int8 student has its own files'
+
+
+def run_printed_command(printed: str, call) -> tuple[str, set[str]]:
+    """Runs two iterations of the only command that absorb offers; returns its config and the names of its losses."""
+    ((command, tune),) = re.findall(r'slab-det (\S+) (\S+)', printed)
+    schedule = ('train_cfg.max_iters=2', 'train_dataloader.batch_size=2', 'train_dataloader.num_workers=0')
+    schedule += (
+        'train_dataloader.persistent_workers=False',
+        'default_hooks.checkpoint.interval=2',
+        'default_hooks.logger.interval=1',
+    )
+    call(f'{command}.py', tune, '--work-dir', 'tuned', '--cfg-options', *schedule)
+    losses = json.loads(next(Path('tuned').glob('*/vis_data/scalars.json')).read_text().splitlines()[0])
+    return tune, {key for key in losses if key.startswith('loss_')}
 
 
 def test_by_default_channels_go_while_student_and_teacher_agree(detector: Path, call) -> None:
@@ -207,13 +214,16 @@ def test_ffns_are_pruned_and_norms_stay(detector: Path, call) -> None:
 
 
 def test_a_share_of_the_multiply_adds_is_left_and_norms_stay(detector: Path, call) -> None:
-    options = ('--keep', 'all', '--channels', 0.8, '--data-root', 'data', '--json', 'report.json', *QUICK)
+    options = ('--keep', 'all', '--channels', 0.4, '--data-root', 'data', '--json', 'report.json', *QUICK)
     result = call('absorb.py', 'small.py', detector, '--out', 'pruned.pth', *options)
     before, after = json.loads(Path('report.json').read_text())['multiply_adds']
-    assert 0.7 < after / before <= 0.8 and f'billion left, {after / before:.0%}' in result.out
+    assert 0.3 < after / before <= 0.4 and f'billion left, {after / before:.0%}' in result.out
     pruned = build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth')
     assert len(layer_norms(pruned)) == NORMS
     assert sum(map(torch.numel, pruned.parameters())) < sum(map(torch.numel, build(detector).parameters()))
+    channels = [len(model.neck.fpn_convs[0].conv.weight) for model in (pruned, build(detector))]
+    assert channels[0] < channels[1]
+    assert run_printed_command(result.out, call)[1] > {'loss_dense', 'loss_roi', 'loss_rpn_cls', 'loss_bbox'}
 
 
 def build(checkpoint: Path):

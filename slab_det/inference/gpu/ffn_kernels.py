@@ -102,11 +102,13 @@ class TritonFFN(nn.Module):
     def __init__(self, ffn: LinearFFN) -> None:
         super().__init__()
         self.ffn = ffn
+        # Found once: the search takes longer than the kernel. In a tuple, so that they are no modules of this one too.
+        self._layers = known_ffn(ffn)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         if not kernels.can_run(x) or x.dtype not in (torch.float16, torch.bfloat16):
             return self.ffn(x, hw_shape, identity)
-        layers = known_ffn(self.ffn)
+        layers = self._layers
         # A 1x1 convolution's weight has two more dimensions.
         weights = layers.fc1.weight.flatten(1), layers.fc1.bias, layers.fc2.weight.flatten(1), layers.fc2.bias
         x, identity, out = x.contiguous(), identity.contiguous(), torch.empty_like(identity)

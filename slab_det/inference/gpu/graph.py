@@ -172,20 +172,26 @@ class GraphedPrediction:
         # Made at the first call, because copying and loading call __init__ before the model has its modules.
         self._static: StaticDetector | None = None
         self._graphs: GraphCache | None = None
-        self._address = 0
+        self._address, self._lock = 0, Lock()
 
     def __reduce__(self) -> tuple:
         # A copied or loaded detector captures its own graphs.
         return GraphedPrediction, (self._model, self._masks)
 
-    def _follow_weights(self) -> None:
-        """Starts anew where the weights have moved: the static detector has copies of weights, and graphs addresses."""
+    def _follow_weights(self) -> tuple[StaticDetector, GraphCache]:
+        """Returns the static detector and its graphs, both new where the weights have moved.
+
+        The static detector has copies of weights, and graphs have addresses.
+        """
         address = _weight_address(self._model)
-        if address != self._address:
-            # A graph of the weights where they were may still run.
-            torch.cuda.synchronize()
-            self._static = StaticDetector(self._model, FixedOperators(), fused=True)
-            self._graphs, self._address = GraphCache(self._static, self._model), address
+        # Threads share a detector: the first one makes both, and none gets one of the old and one of the new weights.
+        with self._lock:
+            if address != self._address:
+                # A graph of the weights where they were may still run.
+                torch.cuda.synchronize()
+                self._static = StaticDetector(self._model, FixedOperators(), fused=True)
+                self._graphs, self._address = GraphCache(self._static, self._model), address
+            return self._static, self._graphs
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -202,9 +208,9 @@ class GraphedPrediction:
 
     def _detect(self, image: Tensor, metainfo: dict) -> Any:
         """Returns the predictions of a graph, or None if ``predict`` of the class may find others."""
-        self._follow_weights()
-        family = self._static.family
-        computed = self._graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
+        static, graphs = self._follow_weights()
+        family = static.family
+        computed = graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
         paste = mask_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
         return None if computed is None else family.predict(computed, metainfo, paste)
 
