@@ -10,8 +10,30 @@ from torch.utils.data import DataLoader
 
 from slab_det.preflight import check_data, set_data_root
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
+from slab_det.runtime.config import to_values
 from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
 from slab_det.runtime.run_folder import check_writable
+
+# What a config of mmdet 2 says, which mmdet 3 does not read, and what says it now.
+SUCCESSORS = dict(
+    data='train_dataloader, val_dataloader and test_dataloader',
+    optimizer='optim_wrapper=dict(optimizer=…)',
+    optimizer_config='optim_wrapper=dict(clip_grad=…)',
+    lr_config='param_scheduler',
+    runner='train_cfg=dict(max_epochs=…)',
+    total_epochs='train_cfg=dict(max_epochs=…)',
+    evaluation='val_evaluator=dict(metric=…) and train_cfg=dict(val_interval=…)',
+    checkpoint_config='default_hooks=dict(checkpoint=…)',
+    log_config='default_hooks=dict(logger=…) and visualizer',
+    workflow='train_cfg and val_cfg',
+)
+
+
+def describe_old_keys(cfg: Config) -> str:
+    """The keys of a config that only mmdet 2 read, each with its successor; '' if there are none."""
+    # Configs of mmdet 3 may hold an optimizer as a variable, which their optim_wrapper names.
+    found = [key for key in SUCCESSORS if key in cfg and not (key == 'optimizer' and cfg.get('optim_wrapper'))]
+    return '; '.join(f'{key} is now {SUCCESSORS[key]}' for key in found)
 
 
 def read_config(path: str, options: dict | None = None, data_root: str | None = None) -> Config:
@@ -31,6 +53,8 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
     with config_errors(path):
         cfg = get_config(path) if '::' in path else Config.fromfile(path)
         cfg.merge_from_dict(options or {})
+        # From here on a Python-style config is as any other: whatever is written of it has names that can be read.
+        cfg = Config(to_values(cfg), filename=cfg.filename)
     if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
         raise ConfigError(f'{path} is not the config of a detector: it has no model=dict(type=...)')
     if data_root is not None:

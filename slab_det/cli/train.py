@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from slab_det.cli import command
 from slab_det.cli.arguments import add_runner_arguments
@@ -22,21 +23,28 @@ def main(args: argparse.Namespace) -> None:
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     from mmengine.device import get_device
     from mmengine.dist import is_main_process
+    from mmengine.logging import MMLogger
 
-    from slab_det.cli.config import config_from_arguments
+    from slab_det.cli.config import config_from_arguments, describe_old_keys
     from slab_det.cli.screen import build_runner
     from slab_det.hooks import FiniteLossHook, NormStateHook
     from slab_det.preflight import check_data, check_num_classes
     from slab_det.runtime.config import type_name
     from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
-    from slab_det.runtime.run_folder import find_latest_checkpoint
+    from slab_det.runtime.run_folder import find_latest_checkpoint, write_config
 
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
+    old_keys = describe_old_keys(cfg)
     if not cfg.get('train_dataloader'):
+        remedy = 'if it is the config of a fused detector, train the unfused config and fuse again'
         raise ConfigError(
-            f'{args.config} has no train_dataloader; if it is the config of a fused detector, train the unfused '
-            'config and fuse again'
+            f'{args.config} has no train_dataloader; '
+            + (f'it is a config of mmdet 2, which mmdet 3 does not read: {old_keys}' if old_keys else remedy)
+        )
+    if old_keys:
+        MMLogger.get_current_instance().warning(
+            f'{args.config} has keys of mmdet 2, which mmdet 3 does not read, so they change nothing: {old_keys}'
         )
     if args.amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
@@ -66,6 +74,9 @@ def main(args: argparse.Namespace) -> None:
     # Build everything here, so that errors name the config.
     with config_errors(cfg.filename):
         runner = build_runner(cfg, args.verbose)
+        if is_main_process() and cfg.filename.endswith('.py'):
+            # As the runner has written it, and read once: a config that cannot be read would be of no use.
+            write_config(runner.cfg, Path(runner.work_dir) / Path(cfg.filename).name)
         for split, loop in (('train', runner.train_loop), ('val', runner.val_loop)):
             if loop is not None:
                 check_num_classes(runner.model, loop.dataloader.dataset, split)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
+from types import FunctionType
 from typing import Any
 from urllib.error import URLError
 
@@ -46,7 +47,6 @@ def read_checkpoint(name: str | os.PathLike) -> Any:
     Args:
         name: A file in torch's format or safetensors, ``timm://NAME``, or an address with a scheme of mmengine:
             https, torchvision, open-mmlab, mmcls, s3 and others. Some of them need a package of the storage's owner.
-            mmengine reads its own schemes, after :func:`install_safe_reading`.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or holds objects that are not allowed.
@@ -102,9 +102,15 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
 
 def load_from_mmengine(filename: str) -> Any:
     """Reads an address by mmengine's loader of its scheme, with the allow-list; raises as :func:`read_checkpoint`."""
-    install_safe_reading()
+    loader = CheckpointLoader._get_checkpoint_loader(filename)
+    if loader in (load_from_local, mmengine.runner.checkpoint.load_from_local):
+        return load_from_local(filename, map_location='cpu')
+    if getattr(loader, '__globals__', None) is vars(mmengine.runner.checkpoint):
+        # The same function with our readers in place of mmengine's; mmengine itself stays as it is.
+        readers = dict(load_from_http=load_from_http, _safe_torch_load=read_torch_file)
+        loader = FunctionType(loader.__code__, loader.__globals__ | readers, argdefs=loader.__defaults__)
     try:
-        return CheckpointLoader.load_checkpoint(filename, map_location='cpu', logger='silent')
+        return loader(filename, map_location='cpu')
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # of mmengine, the client of the storage or the network
@@ -156,18 +162,33 @@ def safe_reading(file: Any) -> Iterator[None]:
                 f'{file}: holds {unsafe[1]}, which could run code. Not loaded. If you trust its source, read '
                 'it with torch.load(FILE, weights_only=False) and save its state_dict alone.'
             ) from error
-        raise CheckpointError(
-            f'{file}: cannot be read as a checkpoint; it is cut off or another kind of file. Get it again, or take an '
-            'earlier one.'
-        ) from error
+        raise CheckpointError(f'{file}: cannot be read as a checkpoint; {_describe_kind(file)}') from error
 
 
 def _is_of_torch(file: Any) -> bool:
     """Whether a local file begins as torch's archives and pickles; a text can spell the names of code too."""
+    return _first_bytes(file)[:2] in (b'', b'PK', *(bytes([0x80, protocol]) for protocol in range(2, 6)))
+
+
+def _first_bytes(file: Any) -> bytes:
+    """The first 200 bytes of a local file; none of anything else."""
     if not isinstance(file, (str, os.PathLike)) or not os.path.isfile(file):
-        return True
+        return b''
     with open(file, 'rb') as stream:
-        return stream.read(2) in (b'PK', *(bytes([0x80, protocol]) for protocol in range(2, 6)))
+        return stream.read(200)
+
+
+def _describe_kind(file: Any) -> str:
+    """What a file that could not be read is, and what to do."""
+    start = _first_bytes(file)
+    if start.startswith(b'version https://git-lfs'):
+        return 'it is a pointer of Git LFS, not the file itself: get that with `git lfs pull`.'
+    # A length of eight bytes, then JSON.
+    if start[8:9] == b'{' and not str(file).endswith(SAFETENSORS):
+        return f'it is a safetensors file: rename it, so that its name ends in {SAFETENSORS}.'
+    if start.lstrip()[:1] == b'<':
+        return 'it is a page of HTML, as servers send instead of a file: download it again, by the address of the file.'
+    return 'it is cut off or another kind of file. Get it again, or take an earlier one.'
 
 
 def known_method(owner: type, name: str) -> Callable:

@@ -6,13 +6,14 @@ import pickle
 import threading
 
 import mmengine.logging
+import mmengine.runner.checkpoint
 import numpy as np
 import pytest
 import torch
 from conftest import SMALL_SWIN, RunsCode, differing, randomize
 from mmdet.registry import MODELS
 from mmengine.runner import CheckpointLoader
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from slab_det.checkpoints import load_pretrained
 from slab_det.runtime import read_checkpoint
@@ -61,10 +62,8 @@ BROKEN = {
     'half': WHOLE[: len(WHOLE) // 2],
     'without its last byte': WHOLE[:-1],
     'half legacy': LEGACY[: len(LEGACY) // 2],
-    'git lfs pointer': b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n',
     'config': b'custom_imports = dict(imports=[])\n_base_ = 1\n',
     'text like a name': b'cos\nsystem\n',
-    'html': b'<!DOCTYPE html><title>404</title>',
     'plain pickle': pickle.dumps({'state_dict': {}}, protocol=2)[:-4],
 }
 
@@ -77,6 +76,25 @@ def test_broken_file_error_names_file_and_remedy(tmp_path, kind):
     with pytest.raises(CheckpointError, match=expected) as error:
         read_checkpoint(path)
     assert 'weights_only' not in str(error.value)
+
+
+KINDS = {
+    'git lfs pointer': (b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n', 'Git LFS.*git lfs pull'),
+    'html': (b'<!DOCTYPE html><title>404</title>', 'page of HTML.*download it again'),
+    'safetensors': (save({'weight': torch.ones(2)}), r'safetensors file: rename it, .* ends in \.safetensors'),
+}
+
+
+@pytest.mark.parametrize('suffix', ['pth', 'safetensors'])
+@pytest.mark.parametrize(('content', 'expected'), KINDS.values(), ids=KINDS)
+def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path, content, expected, suffix):
+    path = tmp_path / f'weights.{suffix}'
+    path.write_bytes(content)
+    if suffix == 'safetensors' and 'rename' in expected:
+        assert read_checkpoint(path)['weight'].tolist() == [1, 1]
+    else:
+        with pytest.raises(CheckpointError, match=rf'weights\.{suffix}: cannot be read as a checkpoint; .*{expected}'):
+            read_checkpoint(path)
 
 
 def test_pickles_of_numpy_1_and_2_load(tmp_path):
@@ -116,6 +134,21 @@ def test_downloads_are_read_with_the_allow_list(tmp_path, monkeypatch, load, add
     with pytest.raises(CheckpointError, match=r'posix\.mkdir'):
         load(address)
     assert os.listdir(tmp_path / 'hub' / 'checkpoints') and not (tmp_path / 'it ran').exists()
+
+
+def test_reading_an_address_changes_nothing_of_mmengine(monkeypatch):
+    module, schemes = mmengine.runner.checkpoint, dict(CheckpointLoader._schemes)
+    # As before slab_det.runtime.install().
+    for name in ('load_from_http', '_safe_torch_load'):
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: pytest.fail('mmengine reads without an allow-list'))
+    monkeypatch.setitem(CheckpointLoader._schemes, '', module.load_from_local)
+    before = dict(vars(module))
+    monkeypatch.setattr(torch.hub, 'load_state_dict_from_url', lambda *args, weights_only, **kwargs: weights_only)
+    assert read_checkpoint('torchvision://resnet18') is True
+    for address, message in (('s3://bucket/a.pth', 'petrel'), ('nobody://a', 'no checkpoint nobody://a')):
+        with pytest.raises(CheckpointError, match=message):
+            read_checkpoint(address)
+    assert vars(module) == before and CheckpointLoader._schemes == schemes | {'': module.load_from_local}
 
 
 def test_broken_safetensors_error_names_the_file(tmp_path):
