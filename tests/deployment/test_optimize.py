@@ -27,11 +27,13 @@ from slab_det.deployment import optimize as module
 from slab_det.deployment.forms import choice, turns
 from slab_det.deployment.forms import form as forms
 from slab_det.deployment.forms import images as images_module
-from slab_det.deployment.forms.folder import FILE
-from slab_det.deployment.forms.own_files import MARKER
+from slab_det.deployment.forms.folder import FILE, find_stored
+from slab_det.deployment.forms.own_files import MARKER, OwnFiles
 from slab_det.deployment.forms.records import ROUNDS, STATE
+from slab_det.machine import MACHINE
 from slab_det.runtime import memory
-from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, SlabDetError
+from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError, SlabDetError
+from slab_det.runtime.run_folder import locked
 
 FORK = multiprocessing.get_context('fork')
 BACKBONE = dict(norm_cfg=dict(type='LN'), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
@@ -167,7 +169,8 @@ def test_the_folder_serves_exactly_the_chosen_form(
 
 @pytest.fixture
 def two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager and deployed detectors alone, without absorbed ones."""
+    """Eager and deployed detectors alone, without absorbed ones and pictures."""
+    monkeypatch.setattr(module, 'draw_pictures', lambda *_: None)
     monkeypatch.setattr(forms, 'ON_CPU', dict(eager=('float32',), torch=('float32',)))
     monkeypatch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
 
@@ -279,6 +282,8 @@ def test_a_machine_that_lacks_what_the_form_needs_is_refused(
 def test_options_of_a_folder(chosen: Callable[[str], Path], tmp_path: Path) -> None:
     folder = chosen('onnxruntime')
     assert slab_det.load_detector(folder, threads=1)
+    with pytest.raises(ExportError, match='give a whole number from 0 to'):
+        slab_det.load_detector(folder, threads=10**6)
     for options in (dict(runtime='openvino'), dict(dtype=torch.bfloat16), dict(device='cpu')):
         with pytest.raises(DeploymentError, match=f'as onnxruntime: leave {[*options][0]}= out'):
             slab_det.load_detector(folder, **options)
@@ -291,6 +296,26 @@ def test_options_of_a_folder(chosen: Callable[[str], Path], tmp_path: Path) -> N
     (tmp_path / FILE).write_text('{}')
     with pytest.raises(DeploymentError, match='run it again'):
         slab_det.load_detector(tmp_path)
+
+
+def test_threads_of_a_folder_are_those_that_the_machine_has(
+    chosen: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = chosen('onnxruntime')
+    content = json.loads((folder / FILE).read_text())
+    (folder / FILE).write_text(json.dumps(content | dict(threads=8)))
+    monkeypatch.setattr(MACHINE, 'processors', 2)
+    image = np.full((80, 96, 3), 90, np.uint8)
+    assert find_stored(folder).threads == 2 and slab_det.load_detector(folder)(image) is not None
+    # PyTorch's threads are those of the process: they change only if asked.
+    torch.set_num_threads(2)
+    slab_det.load_detector(folder, form='eager')
+    assert torch.get_num_threads() == 2
+    slab_det.load_detector(folder, form='eager', threads=1)
+    assert torch.get_num_threads() == 1
+    with pytest.raises(SlabDetError, match='--threads 3: give a whole number from 1 to 2'):
+        slab_det.load_detector(folder, form='eager', threads=3)
+    (folder / FILE).write_text(json.dumps(content))
 
 
 def test_what_a_user_may_do_wrong(files: Path, tmp_path: Path, optimized: Path) -> None:
@@ -306,6 +331,78 @@ def test_what_a_user_may_do_wrong(files: Path, tmp_path: Path, optimized: Path) 
         run(files, tmp_path / 'out', minutes=0)
     with pytest.raises(ConfigError, match='there is no such config'):
         slab_det.optimize('none.py', files / 'small.pth', files / 'data', tmp_path / 'out')
+
+
+def test_a_folder_that_cannot_be_made_is_named(files: Path, tmp_path: Path) -> None:
+    out = files / 'small.py' / 'out'
+    with pytest.raises(OSError) as refused:
+        run(files, out)
+    assert refused.value.filename == str(out)
+
+
+def test_a_folder_of_somebody_else_stays_as_it_is(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_forms: None
+) -> None:
+    (tmp_path / 'work').mkdir()
+    for name in ('README.md', 'config.py', 'work/state.json', 'work/weights.pth'):
+        (tmp_path / name).write_text('mine')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SlabDetError, match='did not write; give a new folder'):
+        run(files, Path('.'))
+    assert {path.read_text() for path in tmp_path.rglob('*') if path.is_file()} == {'mine'}
+
+
+@pytest.mark.parametrize('count', [1, 3, 5])
+def test_too_few_images_are_refused_before_the_work(files: Path, tmp_path: Path, count: int) -> None:
+    with pytest.raises(DataError, match=f'{count} images?, but at least 6 are needed'):
+        run(files, tmp_path / 'out', num_images=count)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_six_images_are_enough(files: Path, tmp_path: Path, two_forms: None) -> None:
+    report = run(files, tmp_path / 'out', num_images=6)
+    assert report.content['images'] == dict(held_out=2, fitted=4, sizes=report.content['images']['sizes'])
+    assert {*entries(tmp_path / 'out')} == {'eager', 'deployed'}
+
+
+def test_two_programs_do_not_work_in_one_folder(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / 'out'
+    OwnFiles(out)
+    with locked(out / module.WORK), pytest.raises(SlabDetError, match='another program optimizes into'):
+        run(files, out)
+
+
+def test_each_detector_has_records_of_its_own(files: Path, tmp_path: Path, two_forms: None) -> None:
+    out, weights = tmp_path / 'out', torch.load(files / 'small.pth')
+    run(files, out)
+    before = {path: path.read_bytes() for path in out.glob('work/*/*') if path.is_file()}
+    weights['state_dict']['roi_head.bbox_head.fc_cls.bias'] += 0.1
+    torch.save(weights, tmp_path / 'other.pth')
+    options = dict(progress=False, device='cpu')
+    slab_det.optimize(files / 'small.py', tmp_path / 'other.pth', files / 'data/images/train', out, **options)
+    assert {path: path.read_bytes() for path in before} == before and len([*(out / 'work').iterdir()]) == 2
+    served = slab_det.load_detector(out, form='eager').model.state_dict()['roi_head.bbox_head.fc_cls.bias']
+    assert torch.equal(served, weights['state_dict']['roi_head.bbox_head.fc_cls.bias'])
+
+
+def test_a_later_call_decides_again(
+    files: Path, optimized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(optimized, tmp_path / 'out')
+    engines = []
+    monkeypatch.setattr(module, 'draw_pictures', lambda *_: None)
+    monkeypatch.setattr(module._Search, '_try_variant', lambda self, forms, variant: engines.append(forms))
+    report = run(files, tmp_path / 'out', max_loss=0)
+    assert report.recommended['loss'] <= 0
+    assert {form.key for forms in engines for form in forms} <= {
+        e['key'] for e in report.content['forms'] if e['loss'] <= 0
+    }
+    engines.clear()
+    report = run(files, tmp_path / 'out', max_loss=1000)
+    # The channels of int8 and of float32 forms are other ones: the last choice is among all of the original detector.
+    fastest = min((e for e in report.content['forms'] if not e['variant']), key=lambda e: e['ratio'])
+    assert engines[-1][0].key == fastest['key']
+    assert {*entries(tmp_path / 'out')} == {*entries(optimized)}, 'what was measured stays'
 
 
 def test_a_detector_that_finds_nothing_is_refused(files: Path, tmp_path: Path) -> None:
