@@ -52,7 +52,7 @@ class Evaluation:
 
         Of boxes and masks, it is the larger loss. The range is two standard errors, which the choice of images causes:
         those of a jackknife of the difference of both detectors, as in
-        :func:`~slab_det.compare.agreement.agreement_error`. With one image it is all that is possible.
+        :func:`~slab_det.compare.agreement.agreement_error`.
         """
         if key not in self.found:
             return None
@@ -60,6 +60,7 @@ class Evaluation:
         for kind, before in self.found[BASE.key].items():
             loss = before[main_column(kind)] - self.found[key][kind][main_column(kind)]
             parts = np.subtract(self.parts[BASE.key][kind], self.parts[key][kind])
+            # One image says nothing.
             error = 1.0
             if len(parts):
                 error = 2 * np.sqrt((len(parts) - 1) / len(parts) * np.square(parts - parts.mean()).sum())
