@@ -11,7 +11,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector; also one of mmdet, such as mmdet::swin/NAME.py')
     parser.add_argument('checkpoint', help='its weights')
     parser.add_argument('--images', required=True, metavar='DIR', help='folder of images, without labels')
-    parser.add_argument('--out', required=True, metavar='DIR', help='new folder for the result; the same command goes on')
+    parser.add_argument(
+        '--out', required=True, metavar='DIR', help='new folder for the result; the same command goes on'
+    )
     parser.add_argument('--minutes', type=float, default=20, help='no step begins after these (default %(default)s)')
     parser.add_argument(
         '--max-loss', type=float, default=0.5, metavar='AP', help='largest loss of AP, in points (default %(default)s)'
