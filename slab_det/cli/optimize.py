@@ -11,8 +11,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector; also one of mmdet, such as mmdet::swin/NAME.py')
     parser.add_argument('checkpoint', help='its weights')
     parser.add_argument('--images', required=True, metavar='DIR', help='folder of images, without labels')
-    parser.add_argument('--out', required=True, metavar='DIR', help='folder for the result; the same command goes on')
-    parser.add_argument('--minutes', type=float, default=20, help='time for measuring (default %(default)s)')
+    parser.add_argument(
+        '--out', required=True, metavar='DIR', help='new folder for the result; the same command goes on'
+    )
+    parser.add_argument('--minutes', type=float, default=20, help='no step begins after these (default %(default)s)')
     parser.add_argument(
         '--max-loss', type=float, default=0.5, metavar='AP', help='largest loss of AP, in points (default %(default)s)'
     )
@@ -38,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
     try:
         report = slab_det.optimize(cfg, args.checkpoint, args.images, args.out, **options)
     except (KeyboardInterrupt, SystemExit):
-        print(f'\nInterrupted. The same command goes on from {args.out}.')
+        print(f'\nInterrupted. {args.out} holds the best form after the last step; the same command goes on.')
         raise
     print(f'\n{report}\n\nWritten to {report.folder}: slab_det.load_detector({str(report.folder)!r}) serves it.')
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slab_det.inference.forms import Form
+from slab_det.machine import MACHINE
 from slab_det.runtime.errors import DeploymentError
 
 FILE = 'optimize.json'
@@ -21,7 +22,7 @@ class Stored(NamedTuple):
         config: Its config.
         weights: Its checkpoint or exported file.
         device: 'cpu' or 'cuda'.
-        threads: CPU threads of its measurement.
+        threads: CPU threads of its measurement, or as many as this process may use if these are fewer.
     """
 
     form: Form
@@ -76,7 +77,7 @@ def find_stored(folder: str | Path, key: str | None = None) -> Stored:
     if not missing:
         entry = entries[key]
         config, weights = (folder / name for name in entry['files'])
-        return Stored(_form(entry), config, weights, content['device'], content['threads'])
+        return Stored(_form(entry), config, weights, content['device'], min(content['threads'], MACHINE.processors))
     runs = [
         f'form={other!r} ({entry["ratio"]:.2f} of the time of the original detector where it was measured)'
         for other, entry in sorted(entries.items(), key=lambda item: item[1]['ratio'])

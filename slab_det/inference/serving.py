@@ -20,6 +20,7 @@ from slab_det.inference.folder import find_stored
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError
 from slab_det.runtime.memory import keep_freed_memory
+from slab_det.runtime.numbers import check_threads
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.runtime.registries import enter_scope
 
@@ -132,7 +133,8 @@ def load_detector(
         keep_memory: Keep the memory that an image needed for the next one, in the whole process
             (:func:`~slab_det.runtime.memory.keep_freed_memory`); False leaves glibc's settings as they are.
         **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
-            :func:`slab_det.export.load_runtime`; for a folder ``form``, the name of another of its forms.
+            :func:`slab_det.export.load_runtime`; for a folder ``form``, the name of another of its forms,
+            and ``threads``: PyTorch's forms then set the threads of the process, which they else leave as they are.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -194,12 +196,15 @@ def _load_folder(
         raise ConfigError('load_detector(config) lacks weights: give a checkpoint or an exported file too')
     stored = find_stored(folder, form)
     known = dict(stored.form.options(stored.threads))
-    wrong = [f'{name}=' for name in options if name != 'threads' or name not in known]
+    wrong = [f'{name}=' for name in options if name != 'threads']
     wrong += ['runtime='] * (runtime != 'torch') + ['device='] * (device is not None and stored.form.is_exported)
     if wrong:
         raise DeploymentError(
             f'{folder} says how its detector runs, as {stored.form.key}: leave {" and ".join(wrong)} out, or give form='
         )
+    if 'threads' in options and not stored.form.is_exported:
+        check_threads(options['threads'])
+        torch.set_num_threads(options.pop('threads'))
     device = None if stored.form.is_exported else device or stored.device
     # load_detector has dealt with memory already.
     return load_detector(stored.config, stored.weights, stored.form.runtime, device, masks, False, **known | options)

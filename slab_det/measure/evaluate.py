@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from mmdet.evaluation import CocoMetric
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
@@ -13,7 +14,6 @@ from slab_det.runtime.modes import evaluating
 from slab_det.runtime.registries import enter_scope
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
     """Runs a detector on the images of ``val_dataloader`` and evaluates it with ``val_evaluator``.
 
@@ -24,6 +24,24 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
     Returns:
         See :func:`slab_det.measure.report_file.ap_from_metrics`.
     """
+    return evaluate_groups(model, cfg, 0)[0]
+
+
+@torch.no_grad()
+def evaluate_groups(model: nn.Module, cfg: Config, groups: int) -> tuple[dict, list[dict]]:
+    """Evaluates a detector as :func:`evaluate` does, and also without each of some groups of the images.
+
+    The AP without one group and another show how far the choice of images may move AP.
+
+    Args:
+        model: A detector.
+        cfg: A config with ``val_dataloader`` and ``val_evaluator``.
+        groups: Number of groups, every ``groups``-th image in one; at most the number of images.
+
+    Returns:
+        What :func:`evaluate` returns, and the same without each group, of CocoMetrics alone. A kind of AP is missing
+        where nothing was found. There are no groups of a single image.
+    """
     enter_scope(cfg)
     loader = Runner.build_dataloader(cfg.val_dataloader)
     evaluator = Evaluator(cfg.val_evaluator)
@@ -31,4 +49,16 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
     with evaluating(model):
         for batch in loader:
             evaluator.process(data_samples=model.test_step(batch), data_batch=batch)
-    return ap_from_metrics(evaluator.evaluate(len(loader.dataset)))
+    # ``evaluate`` empties the results.
+    results = [(metric, [*metric.results]) for metric in evaluator.metrics if isinstance(metric, CocoMetric)]
+    found = ap_from_metrics(evaluator.evaluate(len(loader.dataset)))
+    groups = min([groups, *(len(images) for _, images in results)])
+    parts = [{} for _ in range(groups if groups > 1 else 0)]
+    for metric, images in results:
+        # The files of the config hold what was found in all images.
+        metric.outfile_prefix = None
+        for group, part in enumerate(parts):
+            kept = [image for i, image in enumerate(images) if i % groups != group]
+            metric.img_ids = [truth['img_id'] for truth, _ in kept]
+            part |= ap_from_metrics(metric.compute_metrics(kept))
+    return found, parts

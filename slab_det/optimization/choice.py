@@ -39,6 +39,7 @@ class Measured:
         expected_loss: The loss of AP that the agreement means, in points.
         loss_range: The losses at two standard errors above and below the agreement.
         ap_loss: The measured loss of AP in points, the largest of boxes and masks; None where AP was not measured.
+        ap_loss_range: The measured loss at two standard errors, of the choice of images, below and above.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Measured:
     expected_loss: float
     loss_range: tuple[float, float]
     ap_loss: float | None = None
+    ap_loss_range: tuple[float, float] | None = None
 
     @property
     def loss(self) -> float:
@@ -71,7 +73,12 @@ class Measured:
 
 
 def summarize(
-    records: Records, key: str, base: str, changes: int, ap: float = ASSUMED_AP, ap_loss: float | None = None
+    records: Records,
+    key: str,
+    base: str,
+    changes: int,
+    ap: float = ASSUMED_AP,
+    ap_losses: tuple[float, float, float] | None = None,
 ) -> Measured:
     """Summarizes the records of a form.
 
@@ -81,7 +88,7 @@ def summarize(
         base: The form of the original detector.
         changes: See :class:`Measured`.
         ap: The AP of the original detector, in [0, 1].
-        ap_loss: See :class:`Measured`.
+        ap_losses: The measured loss of AP in points, and its range; None where AP was not measured.
 
     Raises:
         AgreementError: See :func:`~slab_det.compare.agreement.agreement`.
@@ -104,7 +111,8 @@ def summarize(
         detections=sum(len(found.scores) for found in reference),
         expected_loss=losses[1],
         loss_range=(losses[0], losses[2]),
-        ap_loss=ap_loss,
+        ap_loss=ap_losses and ap_losses[0],
+        ap_loss_range=ap_losses and ap_losses[1:],
     )
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import redirect_stdout
-from io import StringIO
+import time
 from pathlib import Path
 
+import numpy as np
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from torch import nn
 
-from slab_det.compare.agreement import ASSUMED_AP
+from slab_det.compare.agreement import ASSUMED_AP, GROUPS
 from slab_det.inference.forms import Form
-from slab_det.measure.evaluate import evaluate
+from slab_det.measure.evaluate import evaluate_groups
 from slab_det.measure.report_file import describe_dataset, main_column
 from slab_det.optimization.records import Records
 from slab_det.optimization.turns import BASE, Turns
 from slab_det.preflight import check_class_order, check_data, classes_of_meta
 from slab_det.runtime.errors import ConfigError, DataError
+from slab_det.runtime.mute import mute_stdout
 from slab_det.runtime.registries import enter_scope
 
 
@@ -27,16 +28,18 @@ class Evaluation:
 
     Args:
         cfg: The config.
-        records: Keeps what was measured.
+        records: Keeps what was measured, for each set of labels.
         turns: Loads the forms.
 
     Attributes:
-        found: What was measured of each form, by its key.
+        found: What was measured of each form, by its key: see :func:`slab_det.measure.evaluate.evaluate`.
+        parts: The AP of each form without each of some groups of images, by its key and by the kind of AP.
     """
 
     def __init__(self, cfg: Config, records: Records, turns: Turns) -> None:
         self.cfg, self.records, self.turns = cfg, records, turns
-        self.found: dict[str, dict] = records.state.setdefault('ap', {})
+        self.found: dict[str, dict] = {}
+        self.parts: dict[str, dict[str, list[float]]] = {}
 
     @property
     def ap(self) -> float:
@@ -44,15 +47,28 @@ class Evaluation:
         kinds = self.found.get(BASE.key, {})
         return max((values[main_column(kind)] for kind, values in kinds.items()), default=ASSUMED_AP)
 
-    def loss(self, key: str) -> float | None:
-        """The loss of AP of a form in points, the largest of boxes and masks; None where it was not measured."""
+    def losses(self, key: str) -> tuple[float, float, float] | None:
+        """The measured loss of AP of a form and its range, in points; None where it was not measured.
+
+        Of boxes and masks, it is the larger loss. The range is two standard errors, which the choice of images causes:
+        those of a jackknife of the difference of both detectors, as in
+        :func:`~slab_det.compare.agreement.agreement_error`.
+        """
         if key not in self.found:
             return None
-        before, after = self.found[BASE.key], self.found[key]
-        return 100 * max(before[kind][main_column(kind)] - after[kind][main_column(kind)] for kind in before)
+        losses = []
+        for kind, before in self.found[BASE.key].items():
+            loss = before[main_column(kind)] - self.found[key][kind][main_column(kind)]
+            parts = np.subtract(self.parts[BASE.key][kind], self.parts[key][kind])
+            # One image says nothing.
+            error = 1.0
+            if len(parts):
+                error = 2 * np.sqrt((len(parts) - 1) / len(parts) * np.square(parts - parts.mean()).sum())
+            losses.append((100 * loss, 100 * (loss - error), 100 * (loss + error)))
+        return tuple(map(float, max(losses)))
 
     def measure_base(self, detector: nn.Module) -> None:
-        """Checks the validation set, drops what was measured on another one, and measures the original detector.
+        """Checks the validation set, and measures the original detector.
 
         Args:
             detector: The original detector.
@@ -69,9 +85,8 @@ class Evaluation:
         dataset = DATASETS.build(self.cfg.val_dataloader.dataset)
         labels = Path(describe_dataset(dataset)['ann_file'])
         digest = hashlib.sha256(labels.read_bytes() if labels.is_file() else str(labels).encode()).hexdigest()
-        if self.records.state.get('labels') != digest:
-            self.records.state['labels'] = digest
-            self.found.clear()
+        measured = self.records.state['ap'].setdefault(digest, dict(found={}, parts={}))
+        self.found, self.parts = measured['found'], measured['parts']
         self.measure(BASE)
         if not self.ap:
             raise DataError(
@@ -80,14 +95,20 @@ class Evaluation:
             )
 
     def measure(self, form: Form) -> None:
-        """Measures AP of a form, where that was not done yet; its time is not part of the budget."""
+        """Measures AP of a form, where that was not done yet; also after the deadline."""
         if form.key in self.found:
             return
-        self.turns.say(f'AP of {form.title}, on the validation images of the config')
+        start = time.monotonic()
         # The tables of the evaluators, one for boxes and one for masks.
-        with self.turns.budget.pause(), redirect_stdout(StringIO()):
+        with mute_stdout():
             self.turns.load([form], required=True)
-            self.found[form.key] = evaluate(self.turns.served[form.key].model, self.cfg)
-        if not self.found[form.key]:
+            found, parts = evaluate_groups(self.turns.served[form.key].model, self.cfg, GROUPS)
+        if not found:
             raise ConfigError('--eval: val_evaluator of the config measures no COCO AP; give a CocoMetric')
+        # Without the group, nothing may be found.
+        self.parts[form.key] = {
+            kind: [part[kind][main_column(kind)] if kind in part else 0.0 for part in parts] for kind in found
+        }
+        self.found[form.key] = found
         self.records.save()
+        self.turns.say(f'AP of {form.title}, on the validation images: {time.monotonic() - start:.0f} s')

@@ -22,8 +22,6 @@ from slab_det.measure.figure import COLOURS, INK, WIDTH, styled
 from slab_det.runtime.errors import AgreementError
 
 NUM_DRAWN = 5
-# Detections below this score are not drawn, as in mmdet's demo.
-SCORE = 0.3
 # Classes beyond these have the colour of an earlier one.
 CLASS_COLOURS = matplotlib.colormaps['tab10'].colors
 MARKERS = {'float32': 'o', 'bfloat16': 's', 'float16': 's', 'int8': 'D'}
@@ -115,7 +113,7 @@ def find_least_agreeing(reference: Mapping[int, Detections], other: Mapping[int,
 
 @styled
 def objects_figure(
-    found: Mapping[str, Mapping[int, Detections]], images: Sequence[Path], classes: Sequence[str]
+    found: Mapping[str, Mapping[int, Detections]], images: Sequence[Path], classes: Sequence[str], score: float
 ) -> Figure:
     """Draws the objects of the original detector above those of the recommended form, in the least agreeing images.
 
@@ -123,8 +121,15 @@ def objects_figure(
         found: The detections of both, by title, in the images by index.
         images: Files of the images.
         classes: Class names; empty if unknown.
+        score: Detections with a lower score are left out, also of the comparison.
     """
-    indices = find_least_agreeing(*found.values(), NUM_DRAWN)
+    found = {
+        title: {i: each.select(np.flatnonzero(each.scores >= score)) for i, each in detections.items()}
+        for title, detections in found.items()
+    }
+    # Where both are unsure of everything, any images.
+    first, other = found.values()
+    indices = find_least_agreeing(first, other, NUM_DRAWN) or sorted(first.keys() & other.keys())[:NUM_DRAWN]
     pixels = [mmcv.imread(str(images[i]), channel_order='rgb') for i in indices]
     tallest = max(min(image.shape[0] / image.shape[1], 1.5) for image in pixels)
     figure = Figure(figsize=(WIDTH, 2 * (WIDTH / NUM_DRAWN * tallest + 0.4) + 0.5))
@@ -154,9 +159,8 @@ def _colour(label: int) -> tuple[float, ...]:
 def _draw(axes: Axes, image: np.ndarray, found: Detections) -> set[int]:
     """Draws an image (H, W, 3) with its objects, and returns their classes."""
     axes.imshow(image)
-    shown = np.flatnonzero(found.scores >= SCORE)
-    found = found.select(shown)
-    axes.set_title(f'{len(shown)} object{"s" if len(shown) != 1 else ""}')
+    count = len(found.scores)
+    axes.set_title(f'{count} object{"s" if count != 1 else ""}')
     boxes = found.regions
     if isinstance(found.regions, list):
         boxes = coco_mask.toBbox(found.regions) if found.regions else []

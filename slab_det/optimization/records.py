@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +19,39 @@ STATE, ROUNDS = 'state.json', 'rounds.jsonl'
 
 
 class Records:
-    """What was measured so far, in the folder ``work`` of an optimization.
+    """What was measured so far of one detector, on some images and one machine, in a folder inside ``parent``.
+
+    Its name is a digest of ``key``, so that what was measured of something else stays where it is, and another command
+    cannot append to it. Of a folder whose files are damaged nothing is read or written: the next one begins anew.
 
     Attributes:
+        folder: The folder.
         state: Values that JSON can hold, saved by :meth:`save`.
         rounds: The milliseconds of each form, by its key, on one image; one dict per round.
         found: The detections of each form, by its key, in each image, by its index.
+        damaged: What is wrong with earlier records of the same key.
 
     Args:
-        folder: The folder; it need not exist.
-        key: What the records depend on, by name: values that JSON can hold. Records of another key are dropped.
+        parent: The folder ``work`` of an optimization; it need not exist.
+        key: What the records depend on, by name: values that JSON can hold.
     """
 
-    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
-        self.folder, self.dropped = folder, ''
-        self.rounds: list[dict[str, float]] = []
-        self.found: dict[str, dict[int, Detections]] = {}
-        self.state: dict = dict(key=dict(key))
-        path = folder / STATE
-        if path.is_file():
-            state = json.loads(path.read_text())
-            changed = [name for name in key if state['key'].get(name) != key[name]]
-            if changed:
-                self.dropped = ', '.join(changed)
-                self.remove_files()
+    def __init__(self, parent: Path, key: Mapping[str, Any]) -> None:
+        text = json.dumps(key, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        self.damaged: list[str] = []
+        for number in count(1):
+            self.folder = parent / (digest if number == 1 else f'{digest}-{number}')
+            self.rounds: list[dict[str, float]] = []
+            self.found: dict[str, dict[int, Detections]] = {}
+            self.state: dict = dict(key=json.loads(text), forms={}, ap={})
+            try:
+                self._read()
+            except ValueError as error:
+                self.damaged.append(f'{self.folder} is damaged: {error}')
             else:
-                self.state = state
-        self._read_rounds()
+                break
         self.save()
-
-    def remove_files(self) -> None:
-        """Removes every file of the folder."""
-        for path in sorted(self.folder.rglob('*'), reverse=True):
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def save(self) -> None:
         """Writes ``state``."""
@@ -95,23 +97,40 @@ class Records:
         images = sorted(mine.keys() & theirs.keys())
         return [mine[i] for i in images], [theirs[i] for i in images]
 
-    def _read_rounds(self) -> None:
-        path = self.folder / ROUNDS
-        if not path.is_file():
+    def _read(self) -> None:
+        """Reads the files of the folder, if there are any; what is not as it was written raises some error."""
+        files = [path for path in self.folder.glob('*') if path.suffix != '.tmp']
+        if not files:
             return
-        lines = path.read_bytes().splitlines(keepends=True)
+        try:
+            state = json.loads((self.folder / STATE).read_text()) if self.folder / STATE in files else {}
+            is_own = state.keys() == self.state.keys() and state['key'] == self.state['key']
+            is_own = is_own and all(isinstance(value, dict) for value in state.values())
+        except (ValueError, AttributeError):
+            is_own = False
+        if not is_own:
+            raise ValueError(f'{STATE} is not what this command wrote')
+        self.state = state
+        path = self.folder / ROUNDS
+        lines = path.read_bytes().splitlines(keepends=True) if path in files else []
         if lines and not lines[-1].endswith(b'\n'):
             # A killed program, or a full disk, may leave half a line.
             lines.pop()
             with whole_file(path) as name:
                 name.write_bytes(b''.join(lines))
-        for line in lines:
-            self._keep(json.loads(line))
+        for number, line in enumerate(lines, 1):
+            try:
+                self._keep(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f'{ROUNDS}, line {number}: {error!r}') from error
+        unknown = {*self.found}.union(*self.rounds) - state['forms'].keys()
+        if unknown:
+            raise ValueError(f'{ROUNDS} has forms that {STATE} lacks: {", ".join(sorted(unknown))}')
 
     def _keep(self, line: dict) -> None:
-        self.rounds.append(line['times'])
+        self.rounds.append({key: float(value) for key, value in line['times'].items()})
         for key, values in line['found'].items():
-            self.found.setdefault(key, {})[line['image']] = _from_json(values)
+            self.found.setdefault(key, {})[int(line['image'])] = _from_json(values)
 
 
 def _to_json(found: Detections) -> dict:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from slab_det.compare.agreement import LOSS_EVIDENCE, Detections
 from slab_det.inference.folder import FILE, SCHEMA, is_folder, read_folder
 from slab_det.measure.markdown import format_table
 from slab_det.measure.report_file import AP_KINDS, main_column
 from slab_det.optimization.choice import FEW_DETECTIONS, QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
-from slab_det.runtime.run_folder import whole_file
+from slab_det.optimization.evidence import describe_evidence
+from slab_det.optimization.own_files import OwnFiles
+from slab_det.runtime.errors import DeploymentError
 
 SHORT = (
     f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '
     f"other form's fastest; with fewer than {SURE_ROUNDS}, never."
 )
-README, FIGURE, GRID, CONFIG = 'README.md', 'agreement_ms.svg', 'objects.png', 'config.py'
+# Detections below this score are not drawn, as in mmdet's demo.
+SCORE = 0.3
+README, FIGURE, GRID = 'README.md', 'agreement_ms.svg', 'objects.png'
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class OptimizationReport:
         others = [entry for entry in others if entry not in unsure]
         if best is base:
             lines = ['Nothing is gained here: no form is faster than the detector as it is, in eager PyTorch.']
-            if self.content['late']:
+            if self.content['not_measured'] or unsure:
                 lines = ['No faster form was found in the time; the same command goes on.']
         else:
             before, after = (_digits(ratio * base['median_ms']) for ratio in (1, best['ratio']))
@@ -132,7 +137,7 @@ class OptimizationReport:
             "ms: the ratio times eager's median" + ('; * is as fast as the recommended form.' if ties else '.'),
             f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
             f'held-out images as the truth. Expected loss: in points, {_describe_ap(content["ap"], base)}; in brackets '
-            f'at two standard errors of the agreement. {LOSS_EVIDENCE}',
+            f'at two standard errors of the agreement. {LOSS_EVIDENCE} {describe_evidence(content["max_loss"])}',
             *[SHORT] * is_short,
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
@@ -140,8 +145,8 @@ class OptimizationReport:
         for reason in dict.fromkeys(content['failed'].values()):
             keys = ', '.join(key for key, other in content['failed'].items() if other == reason)
             lines.append(f'Not measured: {keys}: {reason}.')
-        if content['late']:
-            lines.append(f'Out of time: {"; ".join(content["late"])}. The same command goes on.')
+        if content['not_measured']:
+            lines.append(f'Not measured in the time: {"; ".join(content["not_measured"])}. The same command goes on.')
         return lines
 
     def __str__(self) -> str:
@@ -165,19 +170,46 @@ def _describe_ap(ap: float, base: Mapping) -> str:
 
 def _describe_loss(entry: Mapping) -> str:
     if entry['ap_loss'] is not None:
-        return f'Its AP on the labelled images is {entry["ap_loss"]:.1f} points lower.'
+        low, high = entry['ap_loss_range']
+        return (
+            f'Its AP on the labelled images is {entry["ap_loss"]:.1f} points lower ({low:.1f} to {high:.1f} at two '
+            'standard errors of the choice of images).'
+        )
     low, high = entry['loss_range']
     return f'Its expected loss of AP is {entry["expected_loss"]:.2f} points ({low:.2f} to {high:.2f}).'
 
 
-def write_folder(
-    folder: Path, content: dict, images: Sequence[Path], found: Mapping[str, Mapping[int, Detections]]
-) -> OptimizationReport:
+def write_folder(files: OwnFiles, content: dict, forms: Mapping[str, tuple[Path, Path]]) -> OptimizationReport:
     """Writes the folder; optimize.json last, so that an interrupted call leaves the earlier result.
 
     Args:
-        folder: The folder.
-        content: What optimize.json will hold; ``files`` of each form are its config and weights, anywhere.
+        files: The files of the folder.
+        content: What optimize.json will hold, but for ``files`` and ``loss`` of each form.
+        forms: Config and weights of the forms to publish, anywhere.
+    """
+    if is_folder(files.folder) and _read_key(files.folder) != content['key']:
+        # Files of another detector may have the same names.
+        (files.folder / FILE).unlink()
+    for path in {path for paths in forms.values() for path in paths}:
+        files.copy(path)
+    for entry in content['forms']:
+        entry['files'] = [path.name for path in forms.get(entry['key'], ())]
+        entry['loss'] = entry['expected_loss'] if entry['ap_loss'] is None else entry['ap_loss']
+    report = OptimizationReport(files.folder, content | dict(schema=SCHEMA))
+    _write_text(files, README, _readme(report, has_pictures=False))
+    _write_text(files, FILE, json.dumps(report.content, indent=1, allow_nan=False) + '\n')
+    files.remove_others({README, FILE, *(name for entry in content['forms'] for name in entry['files'])})
+    return report
+
+
+def draw_pictures(
+    files: OwnFiles, report: OptimizationReport, images: Sequence[Path], found: Mapping[str, Mapping[int, Detections]]
+) -> None:
+    """Adds the two pictures to a folder.
+
+    Args:
+        files: The files of the folder.
+        report: What was written there.
         images: Files of the images.
         found: Detections of the original and of the recommended form in the images, by index.
     """
@@ -185,32 +217,31 @@ def write_folder(
     from slab_det.measure.figure import save_figure
     from slab_det.optimization.pictures import agreement_figure, objects_figure
 
-    former = read_folder(folder) if is_folder(folder) else dict(forms=[])
-    best = next(entry for entry in content['forms'] if entry['key'] == content['recommended'])
-    base = next(entry for entry in content['forms'] if entry['key'] == 'eager')
-    config = best['files'][0]
-    # What the recommended form needs, and the original detector for machines that cannot run it.
-    kept = {*best['files'], *base['files']}
-    published = {path: CONFIG if path == config else Path(path).name for path in kept}
-    for path, name in published.items():
-        _copy(Path(path), folder / name)
-    for entry in content['forms']:
-        entry['files'] = [published[path] for path in entry['files']] if {*entry['files']} <= kept else []
-        entry['loss'] = entry['expected_loss'] if entry['ap_loss'] is None else entry['ap_loss']
-    report = OptimizationReport(folder, content | dict(schema=SCHEMA))
-    save_figure(agreement_figure(report.content), folder / FIGURE)
-    titles = {f'{which}: {entry["title"]}': found[entry['key']] for which, entry in (('before', base), ('after', best))}
-    save_figure(objects_figure(titles, images, content['classes']), folder / GRID)
-    _write_text(folder / README, _readme(report))
-    _write_text(folder / FILE, json.dumps(report.content, indent=1, allow_nan=False) + '\n')
-    left = {name for entry in former['forms'] for name in entry['files']} - {*published.values()}
-    for name in left:
-        (folder / name).unlink(missing_ok=True)
-    return report
+    titles = dict(zip(('before', 'after'), (report.entry('eager'), report.recommended), strict=True))
+    shown = {f'{which}: {entry["title"]}': found[entry['key']] for which, entry in titles.items()}
+    objects = objects_figure(shown, images, report.content['classes'], SCORE)
+    figures = {FIGURE: agreement_figure(report.content), GRID: objects}
+    for name, figure in figures.items():
+        with TemporaryDirectory() as folder, files.write(name) as path:
+            save_figure(figure, Path(folder, name))
+            shutil.copyfile(Path(folder, name), path)
+    _write_text(files, README, _readme(report, has_pictures=True))
 
 
-def _readme(report: OptimizationReport) -> str:
+def _read_key(folder: Path) -> dict | None:
+    """What the result of an earlier call is about; None if its file is damaged."""
+    with suppress(DeploymentError):
+        return read_folder(folder).get('key')
+    return None
+
+
+def _readme(report: OptimizationReport, has_pictures: bool) -> str:
     notes = '\n'.join(f'- {note}' for note in report.notes())
+    pictures = f"""
+![Agreement with the original detector over milliseconds]({FIGURE})
+
+![Objects of score {SCORE:g} and more that both detectors find]({GRID})
+"""
     return f"""# The fastest form of this detector
 
 {report.verdict()}
@@ -218,34 +249,21 @@ def _readme(report: OptimizationReport) -> str:
 ```python
 import slab_det
 
-detector = slab_det.load_detector({str(report.folder)!r})
+detector = slab_det.load_detector('.')  # this folder: give its path from where your program runs
 sample = detector('photo.jpg')  # or its bytes, a BGR array, or a Pillow image; a list gives a list
 print(sample.pred_instances.bboxes, [detector.classes[i] for i in sample.pred_instances.labels])
 ```
 
-`slab-det test {report.folder}` measures its AP on the labelled images of `{CONFIG}`.
+`slab-det test .` measures its AP on the labelled images of its config.
 
 {report.table()}
 
 {notes}
-
-![Agreement with the original detector over milliseconds]({FIGURE})
-
-![Objects that both detectors find]({GRID})
-
+{pictures if has_pictures else ''}
 `{FILE}` holds these numbers. `work/` is what the command goes on from; nothing else needs it.
 """
 
 
-def _write_text(path: Path, text: str) -> None:
-    with whole_file(path) as name:
-        name.write_text(text)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Puts a file at ``target``, as a second name of the same bytes where the file system has that."""
-    with whole_file(target) as name:
-        try:
-            os.link(source, name)
-        except OSError:
-            shutil.copyfile(source, name)
+def _write_text(files: OwnFiles, name: str, text: str) -> None:
+    with files.write(name) as path:
+        path.write_text(text)

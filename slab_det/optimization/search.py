@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
 import torch
 from mmengine.config import Config
-from mmengine.logging import MMLogger
 from torch import nn
 
 from slab_det.checkpoints import build_detector
 from slab_det.compare.agreement import as_detections
 from slab_det.fusion.fuse import check_statistics
-from slab_det.inference.folder import FILE, is_folder
+from slab_det.inference.folder import FILE
 from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.latency import find_device
-from slab_det.optimization.budget import TimeBudget
 from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
 from slab_det.optimization.evaluation import Evaluation
+from slab_det.optimization.images import SplitImages
+from slab_det.optimization.own_files import OwnFiles, check_own
 from slab_det.optimization.records import Records
-from slab_det.optimization.report import OptimizationReport, write_folder
+from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
 from slab_det.optimization.turns import BASE, LEAST_ROUNDS, Turns
 from slab_det.optimization.variants import Variants
-from slab_det.recalibration import image_folder_dataloader
 from slab_det.runtime.errors import ConfigError, DataError, SlabDetError, config_errors
+from slab_det.runtime.mute import mute_log
 from slab_det.runtime.numbers import check_threads
-from slab_det.runtime.run_folder import check_writable
+from slab_det.runtime.run_folder import check_writable, locked
 
 # Rounds after which forms are dropped, and rounds of each form that is left.
 FIRST_ROUNDS, ROUNDS = SURE_ROUNDS, 30
-# Every third image is held out from absorption and calibration, and serves for comparison.
-HELD_OUT = 3
-# Fewest and most images to absorb on, and the share of the minutes that one absorption may take.
-FEWEST, MOST, ABSORPTION_SHARE = 8, 80, 0.2
 # Number of forms of the original detector, the fastest ones, in which absorbed detectors are measured.
 ENGINES = 2
 WORK = 'work'
@@ -78,14 +70,15 @@ def optimize(
         config: Config of the detector, or its path; any detector that :func:`slab_det.deploy` takes.
         checkpoint: Its weights.
         images: Folder of images like those that the detector will see, without labels.
-        out: Folder for the result, new or of an earlier call. ``slab_det.load_detector(out)`` serves the recommended
-            form. ``out/work`` holds what was measured; the same call goes on from there.
-        minutes: Time for measuring. A step that will not fit, by what such steps took so far, is left out and named;
-            the same call then goes on. Only the original detector is measured in any case.
+        out: Folder for the result: new, empty, or of an earlier call. ``slab_det.load_detector(out)`` serves the
+            recommended form, from the first minute on: the folder is written after each step. ``out/work`` holds what
+            was measured; the same call goes on from there.
+        minutes: A deadline: no step begins after it, such as absorbing, exporting, loading or a round of predictions.
+            Only the original detector is measured in any case.
         max_loss: Largest loss of AP, in points from 0 to 100.
         eval: Also measure AP of the original and the recommended form, on ``val_dataloader`` of the config. The
             measured loss then replaces the expected one. It is not part of ``minutes``.
-        num_images: Number of images, evenly spaced over the folder.
+        num_images: Number of images, evenly spaced over the folder; at least six.
         device: 'cpu' or 'cuda'; None takes a GPU if PyTorch finds one.
         threads: CPU threads of every runtime; None takes PyTorch's number.
         progress: Print each step, and show progress bars.
@@ -95,45 +88,41 @@ def optimize(
 
     Raises:
         ConfigError, CheckpointError: If the detector cannot be built or loaded.
-        DataError: If the folder holds no readable image, the detector finds nothing in the held-out images, or its
-            measured AP is 0.
-        SlabDetError: If ``out`` holds other files, or an argument is out of range.
+        DataError: If the folder holds fewer than six readable images, the detector finds nothing in the held-out
+            images, or its measured AP is 0.
+        SlabDetError: If ``out`` holds files that no call wrote, another program works there, or an argument is out of
+            range.
         OSError: If a file cannot be written. The same call goes on afterwards.
     """
-    out = Path(out)
+    start, out = time.monotonic(), Path(out)
     if not minutes > 0 or not max_loss >= 0:
         raise SlabDetError(f'minutes={minutes:g} must be above 0, max_loss={max_loss:g} at least 0')
     check_threads(threads)
-    if out.exists() and not out.is_dir():
-        raise SlabDetError(f'{out} is a file; give a new folder')
-    if out.is_dir() and any(out.iterdir()) and not (is_folder(out) or (out / WORK).is_dir()):
-        raise SlabDetError(f'{out} holds files of something else; give a new folder')
-    check_writable(out / FILE)
+    check_own(out)
+    try:
+        check_writable(out / FILE)
+    except OSError as error:
+        # The user gave the folder.
+        error.filename = str(out)
+        raise
     device = find_device(device or ('cuda' if torch.cuda.is_available() else 'cpu')).type
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
         cfg = config if isinstance(config, Config) else _read_config(config)
-        search = _Search(cfg, str(checkpoint), images, out, minutes, max_loss, num_images, device, progress)
-        with _muted_log():
-            return search.run(eval)
+        with mute_log():
+            detector = build_detector(cfg, str(checkpoint))
+            check_statistics(detector, str(checkpoint))
+            split = SplitImages(cfg, images, num_images)
+            # Before the lock, which is a file of the folder.
+            OwnFiles(out)
+            with locked(out / WORK, wait=False):
+                search = _Search(cfg, detector, split, out, max_loss, device, start + 60 * minutes, progress)
+                return search.run(eval)
+    except BlockingIOError as error:
+        raise SlabDetError(f'another program optimizes into {out}: wait for its end, or give another folder') from error
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _muted_log() -> Iterator[None]:
-    """Mutes all logs below errors: the report says what the log says of each form."""
-    logger, muted = MMLogger.get_current_instance(), logging.root.manager.disable
-    level = logger.level
-    # logging.disable does not reach mmengine's loggers.
-    logger.setLevel(logging.ERROR)
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(muted)
-        logger.setLevel(level)
 
 
 def _read_config(path: str | Path) -> Config:
@@ -144,64 +133,50 @@ def _read_config(path: str | Path) -> Config:
 
 
 class _Search:
-    """An optimization; arguments as for :func:`optimize`."""
+    """An optimization.
+
+    Args:
+        cfg: Config of the detector.
+        detector: The detector, on the CPU.
+        images: The images.
+        out: The folder.
+        max_loss: See :func:`optimize`.
+        device: 'cpu' or 'cuda'.
+        deadline: See :class:`Turns`.
+        progress: See :func:`optimize`.
+    """
 
     def __init__(
         self,
         cfg: Config,
-        checkpoint: str,
-        images: str | Path,
+        detector: nn.Module,
+        images: SplitImages,
         out: Path,
-        minutes: float,
         max_loss: float,
-        num_images: int,
         device: str,
+        deadline: float,
         progress: bool,
     ) -> None:
-        self.cfg, self.out, self.minutes, self.max_loss = cfg, out, minutes, max_loss
-        budget = TimeBudget(60 * minutes, {})
-        self.detector = build_detector(cfg, checkpoint)
-        check_statistics(self.detector, checkpoint)
-        loader = image_folder_dataloader(cfg, images, num_images)
-        dataset = loader.dataset
-        self.names = [str(dataset.dataset.files[index]) for index in dataset.indices]
-        count = len(self.names)
-        held_out = [i for i in range(count) if i % HELD_OUT == HELD_OUT - 1] or [*range(count)]
-        self.fitted = [i for i in range(count) if i not in held_out] or [*range(count)]
-        contents = {i: Path(self.names[i]).read_bytes() for i in held_out}
-        shapes = {i: tuple(dataset[i]['data_samples'].img_shape) for i in held_out}
-        self.environment, threads = describe_environment(device), torch.get_num_threads()
-        self.records = Records(out / WORK, self._key(threads))
-        state = self.records.state
-        budget.seen = state.setdefault('seconds', {})
-        self.variants = Variants(out / WORK, cfg, self.detector, loader, budget, progress)
-        self.variants.use_images(self.fitted)
-        self.turns = Turns(self.variants, self.records, budget, contents, shapes, device, threads, progress)
-        self.evaluation = Evaluation(cfg, self.records, self.turns)
-        if self.records.dropped:
-            self.turns.say(f'{out / WORK} was made with other {self.records.dropped}: everything is measured anew')
-        # The forms that lose to another one; the forms of this call.
-        self.dropped: dict[str, str] = state.setdefault('dropped', {})
-        self.tried: dict[str, Form] = {}
-        self.late: list[str] = []
-        self.summaries: dict[str, tuple[tuple, Measured]] = {}
-
-    def _key(self, threads: int) -> dict:
-        """What the measurements depend on."""
-        weights, pictures = hashlib.sha256(), hashlib.sha256()
-        for name, value in self.detector.state_dict().items():
-            weights.update(name.encode())
-            weights.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for name in self.names:
-            pictures.update(Path(name).read_bytes())
-        return dict(
-            config=hashlib.sha256(self.cfg.pretty_text.encode()).hexdigest(),
-            checkpoint=weights.hexdigest(),
-            images=pictures.hexdigest(),
+        self.detector, self.images, self.max_loss = detector, images, max_loss
+        self.files, threads = OwnFiles(out), torch.get_num_threads()
+        self.environment = describe_environment(device)
+        self.key = dict(
+            config=hashlib.sha256(cfg.pretty_text.encode()).hexdigest(),
+            checkpoint=_digest_weights(detector),
+            images=images.digest(),
             versions=self.environment['versions'] | _runtime_versions(),
             device=self.environment['device'],
             threads=threads,
         )
+        self.records = Records(out / WORK, self.key)
+        self.variants = Variants(self.records.folder, cfg, detector, images.fitted, device, progress)
+        self.turns = Turns(self.variants, self.records, images, device, threads, deadline, progress)
+        self.evaluation = Evaluation(cfg, self.records, self.turns)
+        for damaged in self.records.damaged:
+            self.turns.say(f'{damaged}: everything is measured anew in {self.records.folder}')
+        # The forms that this call tries, in their order.
+        self.tried: dict[str, Form] = {}
+        self.summaries: dict[str, tuple[tuple, Measured]] = {}
 
     def run(self, eval: bool) -> OptimizationReport:
         """Measures, chooses and writes the folder."""
@@ -209,70 +184,68 @@ class _Search:
         self._check_finds()
         if eval:
             # First: what an agreement means depends on it.
+            start = time.monotonic()
             self.evaluation.measure_base(self.detector)
-        turns.run([BASE], LEAST_ROUNDS)
-        turns.budget.prediction = float(np.median(self.records.times(BASE.key))) / 1e3
-        originals = list(list_forms(turns.device))
+            turns.deadline += time.monotonic() - start
+        self.measure([BASE], LEAST_ROUNDS)
+        originals = [*list_forms(turns.device)]
         turns.say(f'The original detector in {len(originals)} forms:')
         # In parts, so that a long export takes no time from forms that need none.
-        effort = attrgetter('effort')
-        for _, forms in groupby(sorted(originals, key=effort), key=effort):
-            self.measure([*forms], FIRST_ROUNDS)
-        # What a variant is tried in depends on all of them, but for those that no call of these minutes can measure.
-        if any(seconds <= turns.budget.seconds for seconds in turns.late.values()):
-            self.late.append('removing channels and norms was not tried')
-        else:
-            self._fix_fitted()
-            self._try_variants()
+        for effort in (0, 1):
+            self.measure([form for form in originals if form.effort == effort], FIRST_ROUNDS)
+        # Fewer channels gain most: they come before int8, whose calibration is long.
+        names = [*CHANNELS]
+        middle = len(names) // 2
+        self._try_variant(self._choose_engines()[:1], (names[middle],))
+        self.measure([form for form in originals if form.effort == 2], FIRST_ROUNDS)
+        self._try_variants(names, middle)
         left = [form for form in self.forms.values() if self._is_left(form)]
-        rounds = max(ROUNDS, len(turns.images))
         turns.say(f'{len(left)} {"form is" if len(left) == 1 else "forms are"} left:')
-        self.measure(left, rounds)
-        unfinished = [form for form in left if form.key in self.forms and self.records.count(form.key) < rounds]
-        if unfinished:
-            forms = 'form has' if len(unfinished) == 1 else 'forms have'
-            self.late.append(f'{len(unfinished)} {forms} fewer than {rounds} rounds')
-        chosen, ties = choose(self.measured(), self.max_loss)
-        while eval and chosen not in self.evaluation.found:
-            self.evaluation.measure(self.forms[chosen])
-            chosen, ties = choose(self.measured(), self.max_loss)
-        return self._write(chosen, ties)
+        self.measure(left, max(ROUNDS, len(turns.order)))
+        if eval:
+            while (chosen := choose(self.measured(), self.max_loss)[0]) not in self.evaluation.found:
+                self.evaluation.measure(self.forms[chosen])
+        return self._write(is_last=True)
 
     @property
     def forms(self) -> dict[str, Form]:
-        """The forms of this call that run here, by their keys."""
-        return {key: form for key, form in self.tried.items() if key not in self.turns.failed}
+        """The forms that were measured, by this call or earlier ones, and run here, by their keys."""
+        return {
+            key: Form(info['runtime'], info['precision'], tuple(info['variant']))
+            for key, info in self.turns.infos.items()
+            if key not in self.turns.failed and self.records.count(key) >= LEAST_ROUNDS
+        }
 
     def measure(self, forms: Sequence[Form], rounds: int) -> None:
-        """Runs forms in turns with the original detector until each has this many rounds; drops those that lose."""
-        self.tried |= {form.key: form for form in (BASE, *forms)}
-        self.turns.run([form for form in forms if form.key not in self.dropped], rounds)
-        self.dropped.update(find_dropped(self.measured(), BASE.key))
-        self.records.save()
-        self.turns.unload(self.dropped)
+        """Runs forms in turns with the original detector until each has this many rounds, and writes the folder."""
+        self.tried |= {form.key: form for form in forms}
+        dropped = self._find_dropped()
+        self.turns.run([form for form in forms if form.key not in dropped], rounds)
+        self.turns.unload(self._find_dropped())
+        self._write()
 
     def measured(self) -> dict[str, Measured]:
-        """What was measured of each form that has enough rounds and was not dropped, by its key."""
-        return {
-            key: self._summarize(form)
-            for key, form in self.forms.items()
-            if key not in self.dropped and self.records.count(key) >= LEAST_ROUNDS
-        }
+        """What was measured of each form that is not dropped, by its key."""
+        dropped = self._find_dropped()
+        return {key: self._summarize(form) for key, form in self.forms.items() if key not in dropped}
+
+    def _find_dropped(self) -> dict[str, str]:
+        """The forms that lose to another one, and that one."""
+        return find_dropped({key: self._summarize(form) for key, form in self.forms.items()}, BASE.key)
 
     def _summarize(self, form: Form) -> Measured:
         """What was measured of a form; computed again only after a further round."""
-        given = self.evaluation.ap, self.evaluation.loss(form.key), len(self.records.rounds)
+        ap, losses = self.evaluation.ap, self.evaluation.losses(form.key)
+        given = ap, losses, self.records.count(form.key), len(self.records.found[form.key])
         if self.summaries.get(form.key, (None,))[0] != given:
-            summary = summarize(self.records, form.key, BASE.key, form.changes, *given[:2])
+            summary = summarize(self.records, form.key, BASE.key, form.changes, ap, losses)
             self.summaries[form.key] = (given, summary)
         return self.summaries[form.key][1]
 
     def _is_left(self, form: Form) -> bool:
         """Whether a form may still be chosen."""
-        if form == BASE:
-            return True
         measured = self.measured()
-        return form.key in measured and measured[form.key].loss_range[0] <= self.max_loss
+        return form == BASE or (form.key in measured and measured[form.key].loss_range[0] <= self.max_loss)
 
     def _check_finds(self) -> None:
         """Puts the first held-out image with a detection first.
@@ -280,98 +253,72 @@ class _Search:
         Raises:
             DataError: If there is none.
         """
-        turns, images = self.turns, self.turns.images
-        for image in images:
+        turns, order = self.turns, self.turns.order
+        for image in order:
             if image not in self.records.found.get(BASE.key, {}):
                 turns.load([BASE])
-                found = as_detections(turns.served[BASE.key](turns.contents[image]))
+                found = as_detections(turns.served[BASE.key](self.images.contents[image]))
                 self.records.add(image, {}, {BASE.key: found})
             if len(self.records.found[BASE.key][image].scores):
-                images.remove(image)
-                images.insert(0, image)
+                order.remove(image)
+                order.insert(0, image)
                 return
         raise DataError(
-            f'the detector finds nothing in {len(images)} images, so nothing shows whether a faster form finds the '
+            f'the detector finds nothing in {len(order)} images, so nothing shows whether a faster form finds the '
             'same: give images of its objects, and check config and checkpoint'
         )
 
-    def _fix_fitted(self) -> None:
-        """Chooses the number of images for absorption by the time that it will take."""
-        state = self.records.state
-        if 'num_fitted' not in state:
-            affordable = ABSORPTION_SHARE * 60 * self.minutes / self.turns.budget.estimate('absorb')
-            state['num_fitted'] = int(min(max(affordable, FEWEST), MOST))
-            self.records.save()
-        count = min(state['num_fitted'], len(self.fitted))
-        step = len(self.fitted) / count
-        self.variants.use_images([self.fitted[int(i * step)] for i in range(count)])
+    def _try_variants(self, names: Sequence[str], middle: int) -> None:
+        """Measures absorbed detectors in the fastest forms of the original.
 
-    def _try_variants(self) -> None:
-        """Measures absorbed detectors in the fastest forms of the original."""
-        engines = self._choose_engines()
-        names, best = [*CHANNELS], ()
-        middle = len(names) // 2
+        Args:
+            names: Budgets of channels, from many to few.
+            middle: Where to begin.
+        """
+        engines, best = self._choose_engines(), ()
         # More channels go where the detector can spare those in the middle, fewer where it cannot.
         for name in names[middle:]:
-            found = self._try_variant(engines, (name,))
-            best = found or best
-            if not found:
+            is_good = self._try_variant(engines, (name,))
+            best = (name,) if is_good else best
+            if not is_good:
                 break
-        for name in () if best else names[:middle][::-1]:
-            if best := self._try_variant(engines, (name,)):
-                break
+        if not best and is_good is not None:
+            for name in names[:middle][::-1]:
+                if self._try_variant(engines, (name,)):
+                    best = (name,)
+                    break
         if any(isinstance(module, nn.LayerNorm) for module in self.detector.modules()):
             self._try_variant(engines[:1], (*best, *NORMS))
 
     def _choose_engines(self) -> list[Form]:
-        """The fastest forms of the original detector; a call that goes on takes those of the first call."""
-        state = self.records.state
-        if 'engines' not in state:
-            measured = self.measured()
-            forms = [form for form in self.forms.values() if self._is_left(form) and form != BASE]
-            forms = [form for form in forms if measured[form.key].loss <= self.max_loss]
-            forms = sorted(forms, key=lambda form: measured[form.key].ratio) or [BASE]
-            # Absorption for int8 makes other weights: the time is better spent on one of both.
-            is_int8 = forms[0].precision == 'int8'
-            state['engines'] = [form.key for form in forms if (form.precision == 'int8') == is_int8][:ENGINES]
-        return [self.forms[key] for key in state['engines'] if key in self.forms] or [BASE]
+        """The fastest forms of the original detector so far."""
+        measured = self.measured()
+        forms = [form for form in self.forms.values() if not form.variant and form != BASE and self._is_left(form)]
+        forms = [form for form in forms if measured[form.key].loss <= self.max_loss]
+        forms = sorted(forms, key=lambda form: measured[form.key].ratio) or [BASE]
+        # Absorption for int8 makes other weights: the time is better spent on one of both.
+        is_int8 = forms[0].precision == 'int8'
+        return [form for form in forms if (form.precision == 'int8') == is_int8][:ENGINES]
 
-    def _try_variant(self, engines: Sequence[Form], variant: tuple[str, ...]) -> tuple[str, ...]:
-        """Measures an absorbed detector in some forms; returns ``variant`` if it finds about the same, else ()."""
+    def _try_variant(self, engines: Sequence[Form], variant: tuple[str, ...]) -> bool | None:
+        """Measures an absorbed detector in some forms; returns whether it may lose so much, None if not measured."""
         forms = [Form(engine.runtime, engine.precision, variant) for engine in engines]
-        self.turns.say(f'{forms[0].removed}:')
+        if any(self.records.count(form.key) < FIRST_ROUNDS for form in forms):
+            self.turns.say(f'{forms[0].removed}:')
         self.measure(forms, FIRST_ROUNDS)
-        # Also dropped forms: they are slow, but show what the variant finds. A call that goes on decides the same.
-        tried = self.records.state.setdefault('tried', {})
-        found = [self._summarize(form) for form in forms if self.records.count(form.key) >= LEAST_ROUNDS]
-        if found:
-            tried.setdefault(forms[0].key, any(form.loss <= self.max_loss for form in found))
-        return variant if tried.get(forms[0].key) else ()
+        # Also dropped forms: they are slow, but show what the variant finds.
+        found = [self._summarize(form) for form in forms if form.key in self.forms]
+        return any(form.loss <= self.max_loss for form in found) if found else None
 
-    def _find_late(self) -> list[str]:
-        """What there was no time for, in words."""
-        notes = []
-        for form, seconds in self.turns.late.items():
-            if form.key not in self.forms or self.records.count(form.key) >= LEAST_ROUNDS:
-                continue
-            note = f'{form.title} was not measured'
-            if seconds:
-                note += f', which takes about {math.ceil(seconds / 60)} min'
-            if seconds > self.turns.budget.seconds:
-                note += f': give at least --minutes {math.ceil(seconds / 60 + 1)}'
-            notes.append(note)
-        return notes + self.late
-
-    def _write(self, chosen: str, ties: Collection[str]) -> OptimizationReport:
-        turns, entries = self.turns, []
+    def _write(self, is_last: bool = False) -> OptimizationReport:
+        """Writes the folder with what was measured so far; the pictures, which take seconds, at the end."""
+        turns, entries, dropped = self.turns, [], self._find_dropped()
+        chosen, ties = choose(self.measured(), self.max_loss)
         for key, form in self.forms.items():
-            if self.records.count(key) < LEAST_ROUNDS:
-                continue
-            entry = dict(key=key, title=form.title, runtime=form.runtime, precision=form.precision)
-            entry |= dict(variant=form.variant, files=[str(path) for path in self.variants.files(form)])
-            entry |= self._summarize(form).to_dict() | turns.infos[key]
-            entry |= dict(ap=self.evaluation.found.get(key), dropped_for=self.dropped.get(key, ''), tie=key in ties)
+            entry = dict(key=key, title=form.title) | turns.infos[key] | self._summarize(form).to_dict()
+            entry |= dict(ap=self.evaluation.found.get(key), dropped_for=dropped.get(key, ''), tie=key in ties)
             entries.append(entry)
+        missing = [form.title for key, form in self.tried.items() if key not in self.forms | turns.failed]
         content = dict(
             recommended=chosen,
             max_loss=self.max_loss,
@@ -380,20 +327,28 @@ class _Search:
             threads=turns.threads,
             forms=sorted(entries, key=lambda entry: entry['ratio']),
             failed=turns.failed,
-            late=self._find_late(),
-            images=dict(held_out=len(turns.images), fitted=len(self.variants.images), sizes=_sizes(turns.shapes)),
+            not_measured=missing,
+            images=dict(held_out=len(turns.order), fitted=len(self.variants.images), sizes=self.images.find_sizes()),
             environment=self.environment,
             classes=[*((self.detector.dataset_meta or {}).get('classes') or ())],
+            key=self.key,
         )
-        found = {key: self.records.found[key] for key in (BASE.key, chosen)}
-        return write_folder(self.out, content, [Path(name) for name in self.names], found)
+        # What the recommended form needs, and the original detector for machines that cannot run it.
+        kept = {path for key in (BASE.key, chosen) for path in self.variants.files(self.forms[key])}
+        paths = {key: paths for key, form in self.forms.items() if kept.issuperset(paths := self.variants.paths(form))}
+        report = write_folder(self.files, content, paths)
+        if is_last:
+            found = {key: self.records.found[key] for key in (BASE.key, chosen)}
+            draw_pictures(self.files, report, self.images.names, found)
+        return report
 
 
-def _sizes(shapes: Mapping[int, tuple[int, int]]) -> str:
-    """The sizes of images after the test pipeline, in words."""
-    sizes = sorted({*shapes.values()}, key=lambda size: size[0] * size[1])
-    low, high = ('x'.join(map(str, size)) for size in (sizes[0], sizes[-1]))
-    return low if low == high else f'{low} to {high}'
+def _digest_weights(detector: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in detector.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _runtime_versions() -> dict[str, str]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from mmengine.config import Config
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 import slab_det
 from slab_det.checkpoints import build_detector
 from slab_det.fusion import save_fused
 from slab_det.inference.forms import CHANNELS, NORMS, Form
-from slab_det.optimization.budget import TimeBudget
+from slab_det.runtime.config import to_values
 from slab_det.runtime.run_folder import save_with_config
 
 # Images that int8 is calibrated on.
@@ -27,37 +26,22 @@ class Variants:
     Args:
         folder: The folder.
         cfg: The config of the detector.
-        detector: The detector, in eval mode, as ``build_detector`` returns it.
-        loader: Images, one a batch.
-        budget: Is told what each step takes.
+        detector: The detector on the CPU, in eval mode, as ``build_detector`` returns it.
+        images: Images to absorb and calibrate on, one a batch.
+        device: Device to absorb on.
         progress: Show progress bars.
     """
 
     def __init__(
-        self, folder: Path, cfg: Config, detector: nn.Module, loader: DataLoader, budget: TimeBudget, progress: bool
+        self, folder: Path, cfg: Config, detector: nn.Module, images: DataLoader, device: str, progress: bool
     ) -> None:
-        self.folder, self.cfg, self.detector = folder, cfg, detector
-        self.budget, self.progress = budget, progress
-        self.images = self.loader = loader
+        self.folder, self.cfg, self.detector = folder, Config(to_values(cfg)), detector
+        self.images, self.device, self.progress = images, device, progress
 
-    def use_images(self, indices: Sequence[int]) -> None:
-        """Absorbs and calibrates on some of the images."""
-        images = Subset(self.loader.dataset, indices)
-        # Batches are then prepared as for inference.
-        images.test_mode = True
-        self.images = DataLoader(images, batch_size=1, collate_fn=self.loader.collate_fn)
-
-    def seconds(self, form: Form) -> float:
-        """Estimates the time to make the files of a form that are not there."""
-        checkpoint = self._path(form)
-        steps = {}
-        if form.variant and not checkpoint.is_file():
-            steps['absorb'] = len(self.images)
-        if form.is_exported and not checkpoint.with_suffix('.onnx').is_file():
-            steps['export'] = 1
-        if form.precision == 'int8' and not checkpoint.with_suffix('.int8.onnx').is_file():
-            steps['quantize'] = 1
-        return sum(parts * self.budget.estimate(kind) for kind, parts in steps.items())
+    def paths(self, form: Form) -> tuple[Path, Path]:
+        """The config and the weights of a form, whether they were made or not."""
+        suffix = '.pth' if not form.is_exported else '.int8.onnx' if form.precision == 'int8' else '.onnx'
+        return self.folder / f'{form.model}_config.py', self.folder / f'{form.model}{suffix}'
 
     def files(self, form: Form) -> tuple[Path, Path]:
         """Returns the config and the weights of a form; makes them where they are missing.
@@ -66,49 +50,39 @@ class Variants:
             ConversionError, FusionError: If the detector cannot be absorbed as the form needs it.
             ExportError: If the detector cannot be exported.
         """
-        config, checkpoint = self.checkpoint(form)
-        if not form.is_exported:
-            return config, checkpoint
-        # Imports onnx, which other forms do not need.
-        from slab_det.export import export_onnx, quantize_onnx
+        config, weights = self.paths(form)
+        checkpoint, plain = (self.folder / f'{form.model}{suffix}' for suffix in ('.pth', '.onnx'))
+        if not (checkpoint.is_file() and config.is_file()):
+            self._make_checkpoint(form, checkpoint)
+        if form.is_exported:
+            # Imports onnx, which other forms do not need.
+            from slab_det.export import export_onnx, quantize_onnx
 
-        plain = checkpoint.with_suffix('.onnx')
-        if not plain.is_file():
-            with self.budget.step('export'):
+            if not plain.is_file():
                 export_onnx(build_detector(Config.fromfile(config), str(checkpoint)), plain)
-        if form.precision != 'int8':
-            return config, plain
-        quantized = checkpoint.with_suffix('.int8.onnx')
-        if not quantized.is_file():
-            batches = islice(self.images, CALIBRATION_IMAGES)
-            with self.budget.step('quantize'):
-                quantize_onnx(plain, quantized, (batch['inputs'][0][None].float().numpy() for batch in batches))
-        return config, quantized
+            if not weights.is_file():
+                batches = islice(self.images, CALIBRATION_IMAGES)
+                quantize_onnx(plain, weights, (batch['inputs'][0][None].float().numpy() for batch in batches))
+        return config, weights
 
-    def checkpoint(self, form: Form) -> tuple[Path, Path]:
-        """Returns the config and the checkpoint that a form runs, or that its exported file is made of."""
-        checkpoint = self._path(form)
-        config = checkpoint.with_name(f'{form.model}_config.py')
-        if checkpoint.is_file() and config.is_file():
-            return config, checkpoint
-        if form.variant:
-            with self.budget.step('absorb', len(self.images)):
-                student = slab_det.absorb(
-                    self.detector,
-                    self.images,
-                    **absorb_options(form),
-                    work_dir=self.folder / f'{form.model}_blocks',
-                    progress=self.progress,
-                )
-            save_fused(student, self.cfg, checkpoint, self.detector.dataset_meta)
-            return config, checkpoint
-        # Without the states of the optimizer and of averaged weights.
-        content = dict(meta=dict(dataset_meta=self.detector.dataset_meta), state_dict=self.detector.state_dict())
-        save_with_config(content, self.cfg, checkpoint)
-        return config, checkpoint
-
-    def _path(self, form: Form) -> Path:
-        return self.folder / f'{form.model}.pth'
+    def _make_checkpoint(self, form: Form, path: Path) -> None:
+        """Writes the checkpoint and the config that a form runs, or that its exported file is made of."""
+        if not form.variant:
+            # Without the states of the optimizer and of averaged weights.
+            content = dict(meta=dict(dataset_meta=self.detector.dataset_meta), state_dict=self.detector.state_dict())
+            save_with_config(content, self.cfg, path)
+            return
+        try:
+            student = slab_det.absorb(
+                self.detector.to(self.device),
+                self.images,
+                **absorb_options(form),
+                work_dir=self.folder / f'{form.model}_blocks',
+                progress=self.progress,
+            )
+        finally:
+            self.detector.cpu()
+        save_fused(student.cpu(), self.cfg, path, self.detector.dataset_meta)
 
 
 def absorb_options(form: Form) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import glob
+import itertools
 import os
 import platform
 import re
@@ -28,6 +29,8 @@ from slab_det.runtime.config import to_values
 from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors, name_some
 
 MARKER = 'last_checkpoint'
+# Numbers the writes of this process: several threads may write one file.
+_writes = itertools.count()
 
 
 def install_run_folder() -> None:
@@ -62,9 +65,9 @@ def check_writable(*files: str | Path | None) -> None:
 def whole_file(file: str | Path) -> Iterator[Path]:
     """Yields a temporary path beside ``file`` to write to, and renames it to ``file`` after the block.
 
-    An error in the block leaves the previous ``file`` unchanged. Of several processes that write at once the last one
-    wins. A killed program leaves the temporary file, whose name ends with ``.tmp``; the next write of ``file`` on the
-    same machine removes it.
+    An error in the block leaves the previous ``file`` unchanged. Of several threads or processes that write at once the
+    last one wins. A killed program leaves the temporary file, whose name ends with ``.tmp``; the next write of ``file``
+    on the same machine removes it.
 
     Raises:
         OSError: With the name of the file that could not be written.
@@ -73,11 +76,11 @@ def whole_file(file: str | Path) -> Iterator[Path]:
     path = Path(file).resolve()
     # Processes of two machines may have the same number, and share the folder.
     machine = f'.{path.name}.{crc32(platform.node().encode()):08x}'
-    unfinished = path.with_name(f'{machine}-{os.getpid()}.tmp')
+    unfinished = path.with_name(f'{machine}-{os.getpid()}-{next(_writes)}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f'{glob.escape(machine)}-*.tmp'):
-            if not _is_running(int(left.stem.rpartition('-')[2])):
+            if not _is_running(int(left.stem[len(machine) + 1 :].partition('-')[0])):
                 left.unlink(missing_ok=True)
         yield unfinished
         with open(unfinished, 'rb+') as stream:
@@ -114,11 +117,18 @@ def _is_at(stream: IO, path: Path) -> bool:
 
 
 @contextmanager
-def locked(file: str | Path) -> Iterator[None]:
+def locked(file: str | Path, wait: bool = True) -> Iterator[None]:
     """Keeps other processes from changing ``file`` in the block, which reads it and writes what it has read and more.
 
     The lock is on ``.<name>.lock`` beside it, because :func:`whole_file` replaces the file itself. Where the file
     system has no locks, as some network file systems, a warning says so: of two writers one may lose its changes.
+
+    Args:
+        file: The file, or a folder; it need not exist.
+        wait: Wait for the lock.
+
+    Raises:
+        BlockingIOError: If somebody else holds the lock, without ``wait``.
     """
     path = Path(file).resolve()
     lock = path.with_name(f'.{path.name}.lock')
@@ -129,7 +139,9 @@ def locked(file: str | Path) -> Iterator[None]:
             try:
                 import fcntl
 
-                fcntl.flock(stream, fcntl.LOCK_EX)
+                fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise
             except (ImportError, OSError) as error:
                 MMLogger.get_current_instance().warning(f'{path} cannot be locked ({error}): let one process write it')
             # The process that held the lock has removed the file; another one may have created it again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from conftest import on_a_full_disk
 from pycocotools import mask as coco_mask
 
 from slab_det.compare.agreement import Detections
-from slab_det.optimization.records import ROUNDS, Records
+from slab_det.optimization.records import ROUNDS, STATE, Records
 
 KEY = dict(checkpoint='a', images='b')
 BOXES = Detections(np.array([0.9, 0.3]), np.array([1, 0]), np.array([[1.5, 2, 3, 4], [0, 0, 1, 1]]))
@@ -25,13 +25,21 @@ def masks(count: int) -> Detections:
     )
 
 
-@pytest.mark.parametrize('found', [BOXES, BOXES.select(np.arange(0)), masks(2), masks(0)])
-def test_what_was_found_is_read_again(tmp_path, found):
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    """Records that know two forms."""
     records = Records(tmp_path, KEY)
+    records.state['forms'] = dict(eager={}, other={})
+    records.save()
+    return records
+
+
+@pytest.mark.parametrize('found', [BOXES, BOXES.select(np.arange(0)), masks(2), masks(0)])
+def test_what_was_found_is_read_again(tmp_path, records, found):
     records.add(3, dict(eager=2.0, other=1.0), dict(eager=found))
     records.add(3, dict(eager=4.0), {})
     again = Records(tmp_path, KEY)
-    assert again.rounds == records.rounds and not again.dropped
+    assert again.rounds == records.rounds and not again.damaged
     assert again.times('eager').tolist() == [2, 4] and again.ratios('other', 'eager').tolist() == [0.5]
     for read in (records.found['eager'][3], again.found['eager'][3]):
         assert read.scores.tolist() == found.scores.tolist() and read.labels.tolist() == found.labels.tolist()
@@ -44,31 +52,57 @@ def test_what_was_found_is_read_again(tmp_path, found):
             assert read.regions.shape == found.regions.shape and np.array_equal(read.regions, found.regions)
 
 
-def test_half_a_line_is_left_out_and_the_next_round_follows(tmp_path):
-    Records(tmp_path, KEY).add(0, dict(eager=2.0), dict(eager=BOXES))
-    with open(tmp_path / ROUNDS, 'a') as stream:
+def test_half_a_line_is_left_out_and_the_next_round_follows(tmp_path, records):
+    records.add(0, dict(eager=2.0), dict(eager=BOXES))
+    with open(records.folder / ROUNDS, 'a') as stream:
         stream.write('{"image": 1, "tim')
-    records = Records(tmp_path, KEY)
-    assert records.count('eager') == 1
-    records.add(1, dict(eager=3.0), dict(eager=BOXES))
+    again = Records(tmp_path, KEY)
+    assert again.count('eager') == 1 and not again.damaged
+    again.add(1, dict(eager=3.0), dict(eager=BOXES))
     assert Records(tmp_path, KEY).times('eager').tolist() == [2, 3]
 
 
-def test_records_of_something_else_are_dropped_and_named(tmp_path):
-    records = Records(tmp_path, KEY)
-    records.state['forms'] = dict(eager={})
-    records.save()
-    records.add(0, dict(eager=2.0), {})
-    (tmp_path / 'blocks').mkdir()
-    (tmp_path / 'blocks' / 'x.pth').write_text('')
-    again = Records(tmp_path, dict(KEY, checkpoint='c'))
-    assert again.dropped == 'checkpoint' and again.count('eager') == 0 and 'forms' not in again.state
-    assert [path.name for path in tmp_path.iterdir()] == ['state.json']
-    assert json.loads((tmp_path / 'state.json').read_text())['key']['checkpoint'] == 'c'
+def test_records_of_something_else_stay_and_are_not_read(tmp_path, records):
+    other = Records(tmp_path, dict(KEY, checkpoint='c'))
+    assert other.folder != records.folder and other.count('eager') == 0 and not other.state['forms']
+    # Of two commands at once none takes the detections of the other for its own.
+    records.add(0, dict(eager=2.0), dict(eager=BOXES))
+    assert Records(tmp_path, dict(KEY, checkpoint='c')).found == {}
+    assert Records(tmp_path, KEY).times('eager').tolist() == [2]
 
 
-def test_a_full_disk_names_the_file_and_keeps_the_rounds_before(tmp_path):
-    records = Records(tmp_path, KEY)
+@pytest.mark.parametrize(
+    'name, text',
+    [
+        *((STATE, text) for text in ('{"epoch": 3}', '[]', '3', '{"key": {"chec', '', '\xff')),
+        *(
+            (ROUNDS, text)
+            for text in ('{"image": 1, "tim\n', '[]\n', '{"image": 0, "times": {"eager": "x"}, "found": {}}\n')
+        ),
+        (ROUNDS, '{"image": 0, "times": {"unknown": 1.0}, "found": {}}\n'),
+    ],
+)
+def test_damaged_records_are_named_and_measured_anew_beside(tmp_path, records, name, text):
+    records.add(0, dict(eager=2.0), dict(eager=BOXES))
+    (records.folder / name).write_text(text, encoding='latin-1')
+    before = {path.name: path.read_bytes() for path in records.folder.iterdir()}
+    again = Records(tmp_path, KEY)
+    assert again.folder != records.folder and again.count('eager') == 0 and again.state['key'] == KEY
+    assert len(again.damaged) == 1 and str(records.folder) in again.damaged[0] and name in again.damaged[0]
+    assert {path.name: path.read_bytes() for path in records.folder.iterdir()} == before
+    again.state['forms'] = dict(eager={})
+    again.save()
+    again.add(1, dict(eager=3.0), {})
+    assert Records(tmp_path, KEY).times('eager').tolist() == [3]
+
+
+def test_files_of_somebody_else_in_the_place_of_records_stay(tmp_path, records):
+    records.folder.joinpath(STATE).unlink()
+    records.folder.joinpath('mine.txt').write_text('')
+    assert Records(tmp_path, KEY).damaged and records.folder.joinpath('mine.txt').is_file()
+
+
+def test_a_full_disk_names_the_file_and_keeps_the_rounds_before(tmp_path, records):
     records.add(0, dict(eager=2.0), {})
-    assert str(tmp_path / ROUNDS) in on_a_full_disk(lambda: records.add(1, {'eager' * 2000: 1.0}, {}))
+    assert str(records.folder / ROUNDS) in on_a_full_disk(lambda: records.add(1, {'eager' * 2000: 1.0}, {}))
     assert Records(tmp_path, KEY).times('eager').tolist() == [2]

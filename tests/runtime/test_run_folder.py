@@ -4,7 +4,9 @@ import errno
 import multiprocessing
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -211,6 +213,28 @@ def test_two_processes_may_write_one_file_at_once(tmp_path):
         in_another_process(lambda: mmengine.fileio.put(b'b' * 50, file))
         assert file.read_bytes() == b'b' * 50
     assert file.read_bytes() == b'a' * 100 and os.listdir(tmp_path) == ['iter_2.pth']
+
+
+def test_two_threads_may_write_one_file_at_once(tmp_path):
+    path, barrier = tmp_path / 'file.txt', Barrier(2, timeout=30)
+
+    def write(text: str) -> None:
+        with whole_file(path) as name:
+            name.write_text(text)
+            barrier.wait()
+            assert name.read_text() == text
+
+    with ThreadPoolExecutor(2) as pool:
+        [*pool.map(write, ('a' * 9, 'b' * 5))]
+    assert path.read_text() in ('a' * 9, 'b' * 5) and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_lock_may_be_refused_instead_of_waited_for(tmp_path):
+    path = tmp_path / 'folder'
+    with locked(path, wait=False), pytest.raises(BlockingIOError), locked(path, wait=False):
+        pass
+    with locked(path, wait=False):
+        assert not path.exists()
 
 
 def test_the_leftover_of_a_killed_process_is_removed_and_that_of_a_running_one_stays(tmp_path):

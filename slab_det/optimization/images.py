@@ -1,0 +1,70 @@
+"""SplitImages: the images of an optimization, some to fit absorbed and int8 detectors to, others to compare on."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from mmengine.config import Config
+from torch.utils.data import DataLoader, Subset
+
+from slab_det.recalibration import image_folder_dataloader
+from slab_det.runtime.errors import DataError
+
+# Every third image is held out. With a single one held out nothing says how far its agreement may be off.
+HELD_OUT = 3
+LEAST_IMAGES = 2 * HELD_OUT
+# More images improve an absorbed detector little, and absorption takes seconds for each.
+MOST_FITTED = 40
+
+
+class SplitImages:
+    """Images of a folder; every third one is held out from absorption and calibration, to compare detections on.
+
+    Args:
+        cfg: Config of the detector.
+        folder: The folder.
+        num_images: Number of images, evenly spaced over the folder.
+
+    Attributes:
+        names: The file of each image.
+        contents: The bytes of each held-out image, by its index.
+        shapes: Height and width after the test pipeline of each held-out image, by its index.
+        fitted: Loads the other images, one a batch.
+
+    Raises:
+        DataError: If the folder holds no readable image, or fewer than six.
+    """
+
+    def __init__(self, cfg: Config, folder: str | Path, num_images: int) -> None:
+        loader = image_folder_dataloader(cfg, folder, num_images)
+        dataset = loader.dataset
+        self.names = [Path(dataset.dataset.files[index]) for index in dataset.indices]
+        count = len(self.names)
+        if count < LEAST_IMAGES:
+            raise DataError(
+                f'{folder}: {count} image{"s" if count != 1 else ""}, but at least {LEAST_IMAGES} are needed, a third '
+                'of them to compare on: give more, or a larger num_images'
+            )
+        held_out = range(HELD_OUT - 1, count, HELD_OUT)
+        self.contents = {i: self.names[i].read_bytes() for i in held_out}
+        self.shapes = {i: tuple(dataset[i]['data_samples'].img_shape) for i in held_out}
+        others = [i for i in range(count) if i not in held_out]
+        step = max(len(others) / MOST_FITTED, 1)
+        images = Subset(dataset, [others[int(i * step)] for i in range(min(len(others), MOST_FITTED))])
+        # Batches are then prepared as for inference.
+        images.test_mode = True
+        self.fitted = DataLoader(images, batch_size=1, collate_fn=loader.collate_fn)
+
+    def digest(self) -> str:
+        """A digest of the bytes of all images."""
+        digest = hashlib.sha256()
+        for name in self.names:
+            digest.update(name.read_bytes())
+        return digest.hexdigest()
+
+    def find_sizes(self) -> str:
+        """The sizes of the held-out images after the test pipeline, in words."""
+        sizes = sorted({*self.shapes.values()}, key=lambda size: size[0] * size[1])
+        low, high = ('x'.join(map(str, size)) for size in (sizes[0], sizes[-1]))
+        return low if low == high else f'{low} to {high}'

@@ -1,0 +1,50 @@
+"""What one thread mutes, other threads still say."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mmengine.logging import MMLogger
+
+from slab_det.runtime.mute import mute_log, mute_stdout
+
+
+def in_another_thread(call: object, *args: object) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call, *args).result()
+
+
+def test_logs_of_other_threads_pass(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture) -> None:
+    loggers = [logging.getLogger('ours'), MMLogger.get_current_instance()]
+    with mute_log():
+        loggers.append(logging.getLogger('first used while muted'))
+        for logger in loggers:
+            logger.warning('not heard')
+            in_another_thread(logger.warning, f'heard of {logger.name}')
+        loggers[0].error('broken')
+    loggers[0].warning('after')
+    heard = caplog.text + ''.join(capsys.readouterr())
+    assert all(f'heard of {logger.name}' in heard for logger in loggers)
+    assert 'broken' in heard and 'after' in heard and 'not heard' not in heard
+
+
+def test_prints_of_other_threads_pass(capsys: pytest.CaptureFixture) -> None:
+    stdout = sys.stdout
+    with mute_stdout():
+        print('mine')
+        in_another_thread(print, 'theirs')
+    print('after')
+    assert capsys.readouterr().out == 'theirs\nafter\n' and sys.stdout is stdout
+
+
+def test_threads_that_mute_at_once_restore_stdout(capsys: pytest.CaptureFixture) -> None:
+    stdout, first, second = sys.stdout, mute_stdout(), mute_stdout()
+    first.__enter__()
+    in_another_thread(second.__enter__)
+    first.__exit__(None, None, None)
+    print('heard')
+    in_another_thread(second.__exit__, None, None, None)
+    assert capsys.readouterr().out == 'heard\n' and sys.stdout is stdout
