@@ -74,7 +74,8 @@ def optimize(
             recommended form, from the first minute on: the folder is written after each step. ``out/work`` holds what
             was measured; the same call goes on from there.
         minutes: A deadline: no step begins after it, such as absorbing, exporting, loading or a round of predictions.
-            Only the original detector is measured in any case.
+            Only the original detector is measured in any case. Less than ten minutes absorb on fewer images, four a
+            minute; a call with more of them begins anew.
         max_loss: Largest loss of AP, in points from 0 to 100.
         eval: Also measure AP of the original and the recommended form, on ``val_dataloader`` of the config. The
             measured loss then replaces the expected one. It is not part of ``minutes``.
@@ -113,7 +114,7 @@ def optimize(
         with mute_log():
             detector = build_detector(cfg, str(checkpoint))
             check_statistics(detector, str(checkpoint))
-            split = SplitImages(cfg, images, num_images)
+            split = SplitImages(cfg, images, num_images, minutes)
             # Before the lock, which is a file of the folder.
             OwnFiles(out)
             with locked(out / WORK, wait=False):
@@ -164,6 +165,7 @@ class _Search:
             config=hashlib.sha256(cfg.pretty_text.encode()).hexdigest(),
             checkpoint=_digest_weights(detector),
             images=images.digest(),
+            num_fitted=len(images.fitted),
             versions=self.environment['versions'] | _runtime_versions(),
             device=self.environment['device'],
             threads=threads,
@@ -187,21 +189,19 @@ class _Search:
             start = time.monotonic()
             self.evaluation.measure_base(self.detector)
             turns.deadline += time.monotonic() - start
-        self.measure([BASE], LEAST_ROUNDS)
+        self.measure([BASE], LEAST_ROUNDS, 'The original detector as it is')
         originals = [*list_forms(turns.device)]
-        turns.say(f'The original detector in {len(originals)} forms:')
         # In parts, so that a long export takes no time from forms that need none.
         for effort in (0, 1):
-            self.measure([form for form in originals if form.effort == effort], FIRST_ROUNDS)
+            self.measure([form for form in originals if form.effort == effort], FIRST_ROUNDS, 'The original detector')
         # Fewer channels gain most: they come before int8, whose calibration is long.
         names = [*CHANNELS]
         middle = len(names) // 2
         self._try_variant(self._choose_engines()[:1], (names[middle],))
-        self.measure([form for form in originals if form.effort == 2], FIRST_ROUNDS)
+        self.measure([form for form in originals if form.effort == 2], FIRST_ROUNDS, 'The original detector in int8')
         self._try_variants(names, middle)
         left = [form for form in self.forms.values() if self._is_left(form)]
-        turns.say(f'{len(left)} {"form is" if len(left) == 1 else "forms are"} left:')
-        self.measure(left, max(ROUNDS, len(turns.order)))
+        self.measure(left, max(ROUNDS, len(turns.order)), 'The forms that are left')
         if eval:
             while (chosen := choose(self.measured(), self.max_loss)[0]) not in self.evaluation.found:
                 self.evaluation.measure(self.forms[chosen])
@@ -216,11 +216,14 @@ class _Search:
             if key not in self.turns.failed and self.records.count(key) >= LEAST_ROUNDS
         }
 
-    def measure(self, forms: Sequence[Form], rounds: int) -> None:
+    def measure(self, forms: Sequence[Form], rounds: int, title: str) -> None:
         """Runs forms in turns with the original detector until each has this many rounds, and writes the folder."""
         self.tried |= {form.key: form for form in forms}
         dropped = self._find_dropped()
-        self.turns.run([form for form in forms if form.key not in dropped], rounds)
+        left = [form for form in forms if form.key not in dropped]
+        if not self.turns.is_late() and any(self.records.count(form.key) < rounds for form in left):
+            self.turns.say(f'{title}:')
+        self.turns.run(left, rounds)
         self.turns.unload(self._find_dropped())
         self._write()
 
@@ -303,9 +306,7 @@ class _Search:
     def _try_variant(self, engines: Sequence[Form], variant: tuple[str, ...]) -> bool | None:
         """Measures an absorbed detector in some forms; returns whether it may lose so much, None if not measured."""
         forms = [Form(engine.runtime, engine.precision, variant) for engine in engines]
-        if any(self.records.count(form.key) < FIRST_ROUNDS for form in forms):
-            self.turns.say(f'{forms[0].removed}:')
-        self.measure(forms, FIRST_ROUNDS)
+        self.measure(forms, FIRST_ROUNDS, forms[0].removed)
         # Also dropped forms: they are slow, but show what the variant finds.
         found = [self._summarize(form) for form in forms if form.key in self.forms]
         return any(form.loss <= self.max_loss for form in found) if found else None
