@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from slab_det.data import check_data, set_data_root
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
+from slab_det.runtime.config import to_values
 from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
 from slab_det.runtime.run_folder import check_writable
 
@@ -31,6 +32,8 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
     with config_errors(path):
         cfg = get_config(path) if '::' in path else Config.fromfile(path)
         cfg.merge_from_dict(options or {})
+        # From here on a Python-style config is as any other: whatever is written of it has names that can be read.
+        cfg = Config(to_values(cfg), filename=cfg.filename)
     if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
         raise ConfigError(f'{path} is not the config of a detector: it has no model=dict(type=...)')
     if data_root is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from slab_det.cli import command
 from slab_det.cli.arguments import add_runner_arguments
@@ -29,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.hooks import FiniteLossHook, NormStateHook
     from slab_det.runtime.config import type_name
     from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
-    from slab_det.runtime.run_folder import find_latest_checkpoint
+    from slab_det.runtime.run_folder import find_latest_checkpoint, write_config
 
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
@@ -66,6 +67,9 @@ def main(args: argparse.Namespace) -> None:
     # Build everything here, so that errors name the config.
     with config_errors(cfg.filename):
         runner = build_runner(cfg, args.verbose)
+        if is_main_process() and cfg.filename.endswith('.py'):
+            # As the runner has written it, and read once: a config that cannot be read would be of no use.
+            write_config(runner.cfg, Path(runner.work_dir) / Path(cfg.filename).name)
         for split, loop in (('train', runner.train_loop), ('val', runner.val_loop)):
             if loop is not None:
                 check_num_classes(runner.model, loop.dataloader.dataset, split)

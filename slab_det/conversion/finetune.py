@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.fileio import put_text
 
 import slab_det
 from slab_det.checkpoints import build_detector
@@ -18,7 +17,7 @@ from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.pipeline import inference_steps
-from slab_det.runtime.run_folder import save_with_config
+from slab_det.runtime.run_folder import save_with_config, write_config
 
 # As configs/_base_/runtime.py has them.
 DEFAULT_HOOKS = dict(
@@ -132,7 +131,7 @@ def write_tune_config(
             dataset['metainfo'] = dict(classes=tuple(dataset_meta['classes']))
         _train_without_labels(values, dataset)
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
-    put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
+    write_config(_with_schedule(values, schedule, fused_checkpoint), path)
     return path
 
 

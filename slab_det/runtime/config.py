@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from types import FunctionType
 
 from mmengine.config import Config, ConfigDict
+from mmengine.config.lazy import LazyAttr, LazyObject
+from mmengine.utils import get_object_from_string
+
+from slab_det.runtime.errors import ConfigError
+from slab_det.runtime.registries import find_name
 
 # Arguments of FusedDetector other than its model and the changes to it.
 FUSED_KEYS = ('type', 'folds', 'channels', 'ffns')
@@ -17,20 +25,59 @@ def type_name(kind: str | Callable) -> str:
 
 
 def to_values(cfg: Config) -> dict:
-    """Copies a config to plain dictionaries, with bare names for the types of ``nms`` and ``roi_layer``.
+    """Copies a config to plain dictionaries, with registry names for the classes of a Python-style config.
 
-    mmcv and mmdet look them up by bare name, but mmengine would write a Python-style config's ``'mmcv.ops.nms'``.
+    mmengine would write ``mmdet.models.losses.smooth_l1_loss.L1Loss``, which it cannot read where a module and a
+    function share a name. Modules of other packages, whose classes nobody else would register, are added to
+    ``custom_imports``.
+
+    Raises:
+        ConfigError: If a class or function has no name by which a written config could find it.
     """
+    scope, modules = cfg.get('default_scope') or 'mmdet', []
 
     def rename(value: object, key: str = '') -> object:
-        if isinstance(value, (list, tuple)):
-            return type(value)(rename(part) for part in value)
-        if not isinstance(value, dict):
-            return value
-        value = {name: rename(part, name) for name, part in value.items()}
-        return dict(value, type=type_name(value['type'])) if key in ('nms', 'roi_layer') and 'type' in value else value
+        if isinstance(value, (LazyObject, LazyAttr)):
+            value = value.build()
+        if isinstance(value, dict):
+            return {name: rename(part, name) for name, part in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(rename(part, key) for part in value)
+        if key == 'type' and isinstance(value, str) and value.count('.') > 1:
+            # As mmengine writes a Python-style config.
+            value = _import_object(value) or value
+        if not isinstance(value, (type, FunctionType)) or value.__module__ == 'builtins':
+            return copy.deepcopy(value)
+        name, module = find_name(value, scope), value.__module__
+        # mmcv and mmdet look these up in mmcv.ops.
+        if name is None and module.startswith('mmcv.ops'):
+            return value.__name__
+        path = f'{module}.{value.__qualname__}'
+        if name is None and (key != 'type' or get_object_from_string(path) is not value):
+            raise ConfigError(
+                f'{cfg.filename or "config"}: {path}, the value of {key!r}, is not registered, so no written config '
+                'could name it: decorate it with @MODELS.register_module(), or the like of another registry of mmengine'
+            )
+        if module.partition('.')[0] not in ('torch', 'mmcv', 'mmengine', scope):
+            modules.append(module)
+        return name or path
 
-    return rename(copy.deepcopy(cfg).to_dict())
+    imported = getattr(cfg, '_imported_names', ())
+    values = {key: rename(value, key) for key, value in cfg.items() if key not in imported}
+    if imported:
+        # Names need a scope, and classes none.
+        values['default_scope'] = scope
+    if modules:
+        add_imports(values, *modules)
+    return values
+
+
+def _import_object(path: str) -> object | None:
+    """What a dotted path names, also where the module shares its name with a function of its package."""
+    module, _, name = path.rpartition('.')
+    with suppress(ImportError):
+        return getattr(import_module(module), name, None)
+    return None
 
 
 def walk_datasets(dataset: ConfigDict) -> Iterator[ConfigDict]:
@@ -70,6 +117,11 @@ def drop_pretrained(model: dict) -> None:
 
 def import_slab_det(cfg: dict) -> None:
     """Adds slab_det to the ``custom_imports`` of a config, in place, so that mmdet finds slab_det's classes."""
+    add_imports(cfg, 'slab_det')
+
+
+def add_imports(cfg: dict, *modules: str) -> None:
+    """Puts modules before the others in the ``custom_imports`` of a config, in place."""
     imports = cfg.get('custom_imports', {}).get('imports', [])
     imports = [imports] if isinstance(imports, str) else imports
-    cfg['custom_imports'] = dict(imports=list(dict.fromkeys(['slab_det', *imports])), allow_failed_imports=False)
+    cfg['custom_imports'] = dict(imports=list(dict.fromkeys([*modules, *imports])), allow_failed_imports=False)

@@ -24,7 +24,8 @@ from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
 from mmengine.logging import MMLogger
 
-from slab_det.runtime.errors import CheckpointError
+from slab_det.runtime.config import to_values
+from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors, name_some
 
 MARKER = 'last_checkpoint'
 
@@ -151,8 +152,22 @@ def save_with_config(checkpoint: dict, cfg: Config, path: str | Path) -> tuple[P
     torch.save(checkpoint, buffer)
     # Write the config last: an old config refuses a new checkpoint, but a new config might accept an old one.
     backend.put(buffer.getvalue(), path)
-    backend.put_text(cfg.pretty_text, config)
+    write_config(cfg, config)
     return path, config
+
+
+def write_config(cfg: Config, path: str | Path) -> None:
+    """Writes a config as Python, with :func:`~slab_det.runtime.config.to_values`, and reads it once.
+
+    Raises:
+        ConfigError: If the file does not read as what was written; it names the values.
+    """
+    written = Config(to_values(cfg), filename=cfg.filename)
+    AtomicLocalBackend().put_text(written.pretty_text, path)
+    with config_errors(f'{path}, as it was written'):
+        read = Config.fromfile(path).to_dict()
+    if lost := [key for key, value in written.to_dict().items() if read.get(key) != value]:
+        raise ConfigError(f'{path}: the values of {name_some(lost)} are not read as they were: write plain values')
 
 
 class AtomicLocalBackend(LocalBackend):
