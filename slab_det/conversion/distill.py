@@ -60,7 +60,10 @@ class Distillation:
             images: (B, 3, H, W), as the data preprocessor returns them.
             samples: One for each image, with its shapes; labels are not read.
         """
-        teacher = self.teacher
+        teacher, weight = self.teacher, next(student.parameters())
+        own = next(teacher.parameters())
+        if (own.device, own.dtype) != (weight.device, weight.dtype):
+            teacher.to(weight.device, weight.dtype)
         with torch.no_grad():
             targets = teacher.extract_feat(images)
         losses = dict(loss_features=FEATURE_WEIGHT * mean_relative_error(features, targets))
@@ -83,7 +86,8 @@ class Distillation:
         return losses
 
     def __deepcopy__(self, memo: dict) -> Distillation:
-        # The teacher is not trained: copies of a student, such as EMAHook's, share it.
+        # The teacher is not trained: copies of a student, such as EMAHook's, share it. So it moves to the student that
+        # computes a loss, and not with each copy that moves.
         return self
 
 
@@ -110,8 +114,8 @@ def DistilledDetector(  # noqa: N802 (a config's type)
     """Builds a detector that learns from another one as well as from labels.
 
     The result is the student with another ``loss``; its checkpoints load into the student's config. The teacher is not
-    a submodule: it moves to the student's device, stays in eval mode, and is not saved in checkpoints. Drop-path of the
-    student is off, because the teacher runs without it.
+    a submodule: the next loss moves it to the student's device, it stays in eval mode, and it is not saved in
+    checkpoints. Drop-path of the student is off, because the teacher runs without it.
 
     Args:
         student: Config of the detector to train; its weights come from a checkpoint (``load_from``).
@@ -152,11 +156,6 @@ class _Distilled:
                 del self.extract_feat
             losses.update(reweight_loss_dict(task, self.task_weight))
         return losses
-
-    def _apply(self, *args: object, **kwargs: object) -> nn.Module:
-        # to(), cuda() and half() call it.
-        self.distillation.teacher._apply(*args, **kwargs)
-        return super()._apply(*args, **kwargs)
 
 
 def _find_dense_head(model: nn.Module) -> str | None:

@@ -58,6 +58,19 @@ def test_losses_compare_features_rpn_and_roi_head_on_the_teachers_boxes(small_de
     torch.testing.assert_close(losses, expected)
 
 
+def test_the_teacher_moves_with_the_student_that_learns_and_with_no_copy(absorbed):
+    """EMAHook(device='cpu') moves its average of the student, and a comparison in float64 casts a copy of it."""
+    cfg, teacher, *_ = absorbed
+    model = dict(type='mmdet.DistilledDetector', student=cfg.model, teacher=cfg.model, teacher_checkpoint=str(teacher))
+    student = MODELS.build(copy.deepcopy(model))
+    reference = student.distillation.teacher
+    copy.deepcopy(student).double(), copy.deepcopy(student).to('meta')
+    assert {(p.dtype, p.device.type) for p in reference.parameters()} == {(torch.float32, 'cpu')}
+    images = torch.randn(1, 3, 64, 64).double()
+    student.double().distillation(student, student.extract_feat(images), images, describe_images(images))
+    assert {p.dtype for p in reference.parameters()} == {torch.float64}
+
+
 # The padded windows follow the first norm; only the FPN reads the second.
 KEPT = ['backbone.stages.0.blocks.0.norm1', 'backbone.norm3']
 

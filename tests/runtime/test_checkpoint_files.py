@@ -6,6 +6,7 @@ import pickle
 import threading
 
 import mmengine.logging
+import mmengine.runner.checkpoint
 import numpy as np
 import pytest
 import torch
@@ -116,6 +117,21 @@ def test_downloads_are_read_with_the_allow_list(tmp_path, monkeypatch, load, add
     with pytest.raises(CheckpointError, match=r'posix\.mkdir'):
         load(address)
     assert os.listdir(tmp_path / 'hub' / 'checkpoints') and not (tmp_path / 'it ran').exists()
+
+
+def test_reading_an_address_changes_nothing_of_mmengine(monkeypatch):
+    module, schemes = mmengine.runner.checkpoint, dict(CheckpointLoader._schemes)
+    # As before slab_det.runtime.install().
+    for name in ('load_from_http', '_safe_torch_load'):
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: pytest.fail('mmengine reads without an allow-list'))
+    monkeypatch.setitem(CheckpointLoader._schemes, '', module.load_from_local)
+    before = dict(vars(module))
+    monkeypatch.setattr(torch.hub, 'load_state_dict_from_url', lambda *args, weights_only, **kwargs: weights_only)
+    assert read_checkpoint('torchvision://resnet18') is True
+    for address, message in (('s3://bucket/a.pth', 'petrel'), ('nobody://a', 'no checkpoint nobody://a')):
+        with pytest.raises(CheckpointError, match=message):
+            read_checkpoint(address)
+    assert vars(module) == before and CheckpointLoader._schemes == schemes | {'': module.load_from_local}
 
 
 def test_broken_safetensors_error_names_the_file(tmp_path):
