@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,13 +98,35 @@ def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
     return found
 
 
-def nothing_matched(keys: Iterable[str], targets: Iterable[str], remedy: str = '') -> CheckpointError:
-    """Returns the error for a checkpoint that shares no key with the model."""
+def nothing_matched(
+    keys: Iterable[str], targets: Iterable[str], remedy: str = '', is_detector: bool = False
+) -> CheckpointError:
+    """Returns the error for a checkpoint that shares no key with the model; names a prefix that hides its weights."""
+    keys, targets = [*keys], [*targets]
+    if prefix := _find_prefix(keys, targets):
+        remedy = (
+            f'save the weights anew, each as key.removeprefix({prefix!r})'
+            if is_detector
+            else f"load them with prefix={prefix!r}, of load_pretrained or of init_cfg=dict(type='Pretrained', …)"
+        )
+        return CheckpointError(f'nothing matches the model before the prefix {prefix!r} is taken off: {remedy}')
     layouts = ', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))
     return CheckpointError(
         f'nothing matches the model; the checkpoint has {name_some(keys)}, the model {name_some(targets)}; '
         f"known layouts are {layouts}: give a checkpoint of the model's family in one of them{remedy}"
     )
+
+
+def _find_prefix(keys: Sequence[str], targets: Sequence[str]) -> str | None:
+    """The shortest prefix without which keys are a model's, or have a known layout; None if there is none."""
+    starts = {'.'.join(key.split('.')[:depth]) + '.' for key in keys for depth in (1, 2, 3)}
+    for prefix in sorted(starts, key=lambda start: (len(start), start)):
+        inner = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+        if 2 * len(inner.intersection(targets)) > min(len(inner), len(targets)) or any(
+            layout.matches(inner) for layout in LAYOUTS
+        ):
+            return prefix
+    return None
 
 
 def _stage_before(template: str) -> Callable[[re.Match], str]:

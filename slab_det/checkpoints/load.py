@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 
 from mmengine.logging import MMLogger
-from torch import Tensor, nn
+from torch import Tensor, is_tensor, nn
 
 from slab_det.checkpoints.layouts import Weight, Weights, find_layout, nothing_matched
 from slab_det.checkpoints.load_report import LoadReport
@@ -29,6 +29,7 @@ EXPECTED_UNUSED = {
     r'^cls_token$': 'class token',
     r'\.unread_scale$': 'not read by the released code',
 }
+_WRAPPERS = re.compile(r'^(module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.')
 # A classifier has one norm at its end; only a detector has one after each stage.
 OUTPUT_NORM = {r'^(norm\d+|layers\.\d+\.2)\.': 'output norm, new in detection'}
 
@@ -48,7 +49,8 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
             ``backbone.`` if a name begins with it; otherwise all weights are the backbone's.
 
     Raises:
-        CheckpointError: If nothing matches, a shape does not fit, or a norm cannot be converted to the backbone's.
+        CheckpointError: If nothing matches, a shape does not fit, weights are NaN or infinite, or a norm cannot be
+            converted to the backbone's.
     """
     is_loaded = isinstance(path_or_state_dict, Mapping)
     if not isinstance(path_or_state_dict, (Mapping, str, PathLike)):
@@ -57,7 +59,7 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
     name = 'state dict' if is_loaded else fspath(path_or_state_dict)
     state = find_state_dict(path_or_state_dict if is_loaded else read_checkpoint(name), name)
     # mmengine's Pretrained takes the prefix with and without the dot; find_state_dict has dropped `module.`.
-    wanted = f'{prefix.removesuffix(".")}.'.removeprefix('module.') if prefix else 'backbone.'
+    wanted = _WRAPPERS.sub('', f'{prefix.removesuffix(".")}.') if prefix else 'backbone.'
     if not any(key.startswith(wanted) for key in state):
         if prefix:
             raise CheckpointError(
@@ -89,7 +91,8 @@ def check_detector_checkpoint(
             another number of classes.
 
     Raises:
-        CheckpointError: If nothing matches, a shape does not fit, or only one of checkpoint and model is fused.
+        CheckpointError: If nothing matches, a shape does not fit, weights are NaN or infinite, or only one of
+            checkpoint and model is fused.
     """
     dropped = tuple(reinitialize)
     state = find_state_dict(checkpoint, name)
@@ -132,23 +135,26 @@ def has_shapes_of(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
 
 
 def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
-    """Finds the tensors of a checkpoint, and removes ``module.`` from the beginning of their names.
+    """Finds the tensors of a checkpoint, and removes from their names what wrappers for training added.
 
-    The tensors stand under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
+    The tensors stand under ``state_dict``, ``state_dict_ema``, ``model`` or ``model_ema``, or at the top. DDP adds
+    ``module.``, and torch.compile ``_orig_mod.``.
 
     Raises:
         CheckpointError: If there are no tensors.
     """
     state = checkpoint
-    for wrapper in ('state_dict', 'state_dict_ema', 'model'):
+    for wrapper in ('state_dict', 'state_dict_ema', 'model', 'model_ema'):
         if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
             state = state[wrapper]
     held = state if isinstance(state, Mapping) else {}
-    tensors = {str(key).removeprefix('module.'): value for key, value in held.items() if isinstance(value, Tensor)}
+    tensors = {_WRAPPERS.sub('', str(key)): value for key, value in held.items() if isinstance(value, Tensor)}
     if not tensors:
+        inner = [key for key, part in held.items() if isinstance(part, Mapping) and any(map(is_tensor, part.values()))]
+        remedy = f'save one of them alone, {name_some(map(str, inner))}' if inner else 'give a file that holds weights'
         raise CheckpointError(
             f'{name} holds no weights under `state_dict`, under `model` or at the top, but '
-            f'{name_some(map(str, held)) or type(state).__name__}; give a file that holds weights'
+            f'{name_some(map(str, held)) or type(state).__name__}; {remedy}'
         )
     return tensors
 
@@ -178,6 +184,15 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[
             f'{report.source}: {len(misfits)} shapes do not fit (checkpoint -> model): {name_some(misfits)}; make the '
             f'config agree with the checkpoint{remedy}'
         )
+    damaged = [key for key, weight in filled.items() if not weight.value.isfinite().all()]
+    parameters = dict(model.named_parameters()).keys()
+    if spoiled := [key for key in damaged if key in parameters]:
+        raise CheckpointError(
+            f'{report.source}: {len(spoiled)} weights are NaN or infinite ({name_some(spoiled)}): take an earlier '
+            'checkpoint of that training, or train again with a lower learning rate'
+        )
+    # An overflow in half precision spoils statistics; training goes on from them, and recalibration replaces them.
+    report.not_finite = damaged
     report.matched = list(filled)
     report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
     # load_pretrained has put a classifier's head into report.unused where weights have a prefix.
@@ -206,7 +221,7 @@ def _convert(weights: Weights, model: nn.Module, prefix: str, report: LoadReport
     given = resize_tables(fit_norms(given, model, report), model)
     if not given.keys() & targets:
         remedy = "; a backbone's own weights belong in model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
-        raise nothing_matched(weights, targets, remedy if prefix else '')
+        raise nothing_matched(weights, targets, remedy if prefix else '', is_detector=bool(prefix))
     return given
 
 

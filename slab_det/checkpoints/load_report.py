@@ -20,6 +20,7 @@ class LoadReport:
         missing: Keys of the model that were not filled, and why; '' where the checkpoint should have them.
         unused: Keys of the checkpoint that were not loaded, and why; '' where the model should have them.
         gammas: gamma of every PRepBN that the checkpoint fills.
+        not_finite: Statistics of norms that are NaN or infinite.
     """
 
     source: str
@@ -29,6 +30,7 @@ class LoadReport:
     missing: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     gammas: dict[str, float] = field(default_factory=dict)
+    not_finite: list[str] = field(default_factory=list)
 
     @property
     def missing_unexpected(self) -> list[str]:
@@ -42,8 +44,8 @@ class LoadReport:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing or unused without a reason."""
-        return not self.missing_unexpected and not self.unused_unexpected
+        """Whether all is finite, and nothing is missing or unused without a reason."""
+        return not (self.missing_unexpected or self.unused_unexpected or self.not_finite)
 
     def check_complete(self) -> None:
         """Raises CheckpointError if weights are missing without a reason: testing and resuming need all weights."""
@@ -62,6 +64,8 @@ class LoadReport:
             'unused': _count_reasons(self.unused),
             'gamma': ', '.join(f'{gamma:g} in {count} norms' for gamma, count in gammas) or 'none',
         }
+        if self.not_finite:
+            rows['not finite'] = f'{name_some(self.not_finite)}: recalibrate before testing'
         return '\n'.join([f'{self.source} ({self.format})', *(f'  {name:<10} {text}' for name, text in rows.items())])
 
 

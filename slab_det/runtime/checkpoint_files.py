@@ -162,18 +162,33 @@ def safe_reading(file: Any) -> Iterator[None]:
                 f'{file}: holds {unsafe[1]}, which could run code. Not loaded. If you trust its source, read '
                 'it with torch.load(FILE, weights_only=False) and save its state_dict alone.'
             ) from error
-        raise CheckpointError(
-            f'{file}: cannot be read as a checkpoint; it is cut off or another kind of file. Get it again, or take an '
-            'earlier one.'
-        ) from error
+        raise CheckpointError(f'{file}: cannot be read as a checkpoint; {_describe_kind(file)}') from error
 
 
 def _is_of_torch(file: Any) -> bool:
     """Whether a local file begins as torch's archives and pickles; a text can spell the names of code too."""
+    return _first_bytes(file)[:2] in (b'', b'PK', *(bytes([0x80, protocol]) for protocol in range(2, 6)))
+
+
+def _first_bytes(file: Any) -> bytes:
+    """The first 200 bytes of a local file; none of anything else."""
     if not isinstance(file, (str, os.PathLike)) or not os.path.isfile(file):
-        return True
+        return b''
     with open(file, 'rb') as stream:
-        return stream.read(2) in (b'PK', *(bytes([0x80, protocol]) for protocol in range(2, 6)))
+        return stream.read(200)
+
+
+def _describe_kind(file: Any) -> str:
+    """What a file that could not be read is, and what to do."""
+    start = _first_bytes(file)
+    if start.startswith(b'version https://git-lfs'):
+        return 'it is a pointer of Git LFS, not the file itself: get that with `git lfs pull`.'
+    # A length of eight bytes, then JSON.
+    if start[8:9] == b'{' and not str(file).endswith(SAFETENSORS):
+        return f'it is a safetensors file: rename it, so that its name ends in {SAFETENSORS}.'
+    if start.lstrip()[:1] == b'<':
+        return 'it is a page of HTML, as servers send instead of a file: download it again, by the address of the file.'
+    return 'it is cut off or another kind of file. Get it again, or take an earlier one.'
 
 
 def known_method(owner: type, name: str) -> Callable:

@@ -80,6 +80,18 @@ def test_nothing_matched_is_an_error():
             load(Detector(), dict(state_dict=state))
 
 
+@pytest.mark.parametrize('complete', [False, True])
+def test_a_detector_of_nan_or_behind_a_prefix_is_refused(complete):
+    checkpoint = checkpoint_of(Detector())
+    checkpoint['state_dict']['neck.weight'][0] = float('nan')
+    with pytest.raises(CheckpointError, match=r'the checkpoint: 1 weights are NaN or infinite \(neck\.weight\)'):
+        load(Detector(), checkpoint, complete=complete)
+    # What is not loaded may be anything.
+    load(Detector(), checkpoint, reinitialize=['neck'])
+    with pytest.raises(CheckpointError, match=r"prefix 'model\.' is taken off: .* key\.removeprefix\('model\.'\)"):
+        load(Detector(), checkpoint_of(Detector(), 'model.'), complete=complete)
+
+
 def test_shapes_that_do_not_fit_are_errors_unless_reinitialized():
     checkpoint = checkpoint_of(Detector(num_classes=80))
     model = Detector(num_classes=3)

@@ -13,7 +13,7 @@ import torch
 from conftest import SMALL_SWIN, RunsCode, differing, randomize
 from mmdet.registry import MODELS
 from mmengine.runner import CheckpointLoader
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from slab_det.checkpoints import load_pretrained
 from slab_det.runtime import read_checkpoint
@@ -62,10 +62,8 @@ BROKEN = {
     'half': WHOLE[: len(WHOLE) // 2],
     'without its last byte': WHOLE[:-1],
     'half legacy': LEGACY[: len(LEGACY) // 2],
-    'git lfs pointer': b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n',
     'config': b'custom_imports = dict(imports=[])\n_base_ = 1\n',
     'text like a name': b'cos\nsystem\n',
-    'html': b'<!DOCTYPE html><title>404</title>',
     'plain pickle': pickle.dumps({'state_dict': {}}, protocol=2)[:-4],
 }
 
@@ -78,6 +76,25 @@ def test_broken_file_error_names_file_and_remedy(tmp_path, kind):
     with pytest.raises(CheckpointError, match=expected) as error:
         read_checkpoint(path)
     assert 'weights_only' not in str(error.value)
+
+
+KINDS = {
+    'git lfs pointer': (b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n', 'Git LFS.*git lfs pull'),
+    'html': (b'<!DOCTYPE html><title>404</title>', 'page of HTML.*download it again'),
+    'safetensors': (save({'weight': torch.ones(2)}), r'safetensors file: rename it, .* ends in \.safetensors'),
+}
+
+
+@pytest.mark.parametrize('suffix', ['pth', 'safetensors'])
+@pytest.mark.parametrize(('content', 'expected'), KINDS.values(), ids=KINDS)
+def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path, content, expected, suffix):
+    path = tmp_path / f'weights.{suffix}'
+    path.write_bytes(content)
+    if suffix == 'safetensors' and 'rename' in expected:
+        assert read_checkpoint(path)['weight'].tolist() == [1, 1]
+    else:
+        with pytest.raises(CheckpointError, match=rf'weights\.{suffix}: cannot be read as a checkpoint; .*{expected}'):
+            read_checkpoint(path)
 
 
 def test_pickles_of_numpy_1_and_2_load(tmp_path):
