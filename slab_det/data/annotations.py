@@ -59,8 +59,8 @@ def read_coco(path: str, where: str) -> CocoFile:
         where: Split and path, for messages.
 
     Raises:
-        DataError: If it is not COCO JSON, two images or categories have one id, or an annotation lacks a key that
-            mmdet reads.
+        DataError: If it is not COCO JSON, two images, categories or annotations have one id, or an annotation lacks a
+            key that mmdet reads.
     """
     with _coco_errors(where):
         with open(path) as file:
@@ -71,6 +71,7 @@ def read_coco(path: str, where: str) -> CocoFile:
         found: dict[bool, list] = {True: [], False: []}
         for item in content.get('annotations', ()):
             found[item['image_id'] in images].append(item)
+        _by_id([item for item in content.get('annotations', ()) if item.get('id') is not None], where, 'annotations')
         for image in images.values():
             if not (image['width'] >= 0 and image['height'] >= 0 and isinstance(image['file_name'], str)):
                 raise ValueError(f'image {image["id"]!r} has a negative size, or no text as file_name')
@@ -89,6 +90,21 @@ def require_keys(coco: CocoFile, *keys: str) -> None:
                 f'{coco.where}: an annotation of image {item["image_id"]} has no {" and no ".join(absent)}; COCO has '
                 'them in each (area = width * height, iscrowd = 0)'
             )
+
+
+def check_annotation_ids(coco: CocoFile) -> None:
+    """Raises DataError if pycocotools would misread ids of annotations: it takes an object with the id 0 for unmatched.
+
+    It also needs ids that are numbers.
+    """
+    remedy = "number them from 1: for number, item in enumerate(content['annotations'], 1): item['id'] = number"
+    for item in coco.annotations:
+        try:
+            fault = 'which pycocotools takes for no object: it would count as missed' if float(item['id']) == 0 else ''
+        except (TypeError, ValueError):
+            fault = 'and pycocotools reads numbers alone'
+        if fault:
+            raise DataError(f'{coco.where}: an annotation has the id {item["id"]!r}, {fault}; {remedy}')
 
 
 def check_categories(coco: CocoFile, classes: Sequence[str], split: str) -> None:

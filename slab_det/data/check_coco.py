@@ -15,6 +15,7 @@ from mmengine.logging import MMLogger
 
 from slab_det.data.annotations import (
     CocoFile,
+    check_annotation_ids,
     check_categories,
     check_corners,
     check_filter,
@@ -129,6 +130,7 @@ def check_evaluator(evaluator: ConfigDict, datasets: Sequence[CheckedDataset], s
     coco = datasets[0].coco if is_same else read_coco(path, f'{split} evaluator: annotation file {path}')
     # mmdet's datasets do without iscrowd, and pycocotools does not.
     require_keys(coco, 'iscrowd')
+    check_annotation_ids(coco)
     _check_same_images(coco, datasets, split)
     if not is_same:
         check_categories(coco, datasets[0].classes, split)

@@ -14,6 +14,8 @@ from coco_files import dataset_cfg, make_annotation, make_content, run_cfg, writ
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.logging import MMLogger
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from slab_det.data import check_data
 from slab_det.data.annotations import count_objects, read_coco
@@ -216,6 +218,42 @@ def test_names_of_categories_that_are_numbers_are_an_error(root: Path) -> None:
         cfg.train_dataloader.dataset.metainfo.classes = cfg.val_dataloader.dataset.metainfo.classes = names
         with pytest.raises(DataError, match=r'names of categories are text, and 1, 2.* none: write "1" in quotes'):
             check_data(cfg, ('train',))
+
+
+def test_annotations_of_one_id_are_named_as_a_fault_of_their_file(root: Path) -> None:
+    content = make_content()
+    content['annotations'][5]['id'] = 1
+    write_split(root, 'train', content)
+    with pytest.raises(DataError, match=r'train\.json: 1 ids are shared by two or more of its annotations \(1\)'):
+        check_data(run_cfg(root))
+
+
+@pytest.mark.parametrize(
+    ('ids', 'message'), [(0, 'the id 0, .*count as missed'), ('a', "the id 'a0', .*numbers alone")]
+)
+def test_annotation_ids_are_numbers_from_1_where_pycocotools_reads_them(root: Path, ids, message: str) -> None:
+    """With an id of 0, a perfect detector of this file would get less than 1."""
+    content = make_content()
+    for index, item in enumerate(content['annotations']):
+        item['id'] = ids + index if ids == 0 else f'{ids}{index}'
+    write_split(root, 'train', content)
+    check_data(run_cfg(root))
+    write_split(root, 'val', content)
+    with pytest.raises(DataError, match=rf'val\.json: an annotation has {message}.*number them from 1'):
+        check_data(run_cfg(root))
+    if ids == 0:
+        assert perfect_ap(root / 'annotations/val.json') < 1
+        write_split(root, 'val')
+        assert perfect_ap(root / 'annotations/val.json') == pytest.approx(1)
+
+
+def perfect_ap(path: Path) -> float:
+    """What pycocotools says of detections that are the objects of a file."""
+    truth = COCO(path)
+    found = truth.loadRes([item | dict(score=0.9) for item in json.loads(path.read_text())['annotations']])
+    evaluation = COCOeval(truth, found, 'bbox')
+    evaluation.evaluate(), evaluation.accumulate(), evaluation.summarize()
+    return evaluation.stats[0]
 
 
 def test_iscrowd_is_needed_where_pycocotools_reads_it(root: Path) -> None:
