@@ -62,7 +62,7 @@ def read_coco(path: str, where: str) -> CocoFile:
         DataError: If it is not COCO JSON, two images, categories or annotations have one id, or an annotation lacks a
             key that mmdet reads.
     """
-    with _coco_errors(where):
+    with coco_errors(where):
         with open(path) as file:
             content = json.load(file)
         images = _by_id(content['images'], where, 'images')
@@ -148,7 +148,7 @@ def check_categories(coco: CocoFile, classes: Sequence[str], split: str) -> None
 def check_corners(coco: CocoFile) -> None:
     """Raises DataError if more than a quarter of the boxes end outside of their image, as corners do."""
     outside = []
-    with _coco_errors(coco.where):
+    with coco_errors(coco.where):
         for item in coco.annotations:
             (x, y, width, height), image = item['bbox'], coco.images[item['image_id']]
             # Boxes of real data leave their image by a few pixels.
@@ -174,7 +174,7 @@ def count_objects(coco: CocoFile, classes: Sequence[str]) -> int:
     wanted, lost, first = coco.wanted(classes), Counter(), {}
     # Categories that classes does not name are left out on purpose.
     others = coco.categories.keys() - wanted
-    with _coco_errors(coco.where):
+    with coco_errors(coco.where):
         _check_shift(coco, 'image_id', coco.images, [*coco.annotations, *coco.strays])
         _check_shift(coco, 'category_id', coco.categories, coco.annotations)
         items = [item for item in (*coco.annotations, *coco.strays) if item.get('category_id') not in others]
@@ -268,7 +268,8 @@ def _check_shift(coco: CocoFile, key: str, ids: dict, items: list[dict]) -> None
 
 
 @contextmanager
-def _coco_errors(where: str) -> Iterator[None]:
+def coco_errors(where: str) -> Iterator[None]:
+    """Turns errors of values that are not as COCO has them into a DataError that names the file ``where``."""
     try:
         yield
     except (ValueError, KeyError, TypeError) as error:

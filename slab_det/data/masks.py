@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mmengine.logging import MMLogger
+from pycocotools.mask import frPyObjects, toBbox
 
-from slab_det.data.annotations import MAX_LOST, CocoFile, find_loss
+from slab_det.data.annotations import MAX_LOST, CocoFile, coco_errors, find_loss
 from slab_det.runtime.errors import DataError
+
+# Polygons of COCO take about 10 s, and these tell as much.
+MAX_COMPARED = 2000
+# A box around what is hidden too, as in amodal sets, overlaps by more.
+MIN_OVERLAP = 0.5
 
 
 def check_masks(coco: CocoFile, classes: Sequence[str], evaluated: bool, polygons_only: bool = False) -> None:
@@ -23,18 +30,22 @@ def check_masks(coco: CocoFile, classes: Sequence[str], evaluated: bool, polygon
 
     Raises:
         DataError: Naming the first annotation whose mask cannot be read, and their number; also if a training would
-            ignore more than a quarter.
+            ignore more than a quarter, or if most masks do not lie in the boxes of their objects.
     """
-    wanted, faults, ignored, total = coco.wanted(classes), [], [], 0
+    wanted, faults, ignored, objects, total = coco.wanted(classes), [], [], [], 0
     for item in coco.annotations:
         image = coco.images[item['image_id']]
-        read = item['category_id'] in wanted and (evaluated or find_loss(item, image, wanted) in (None, 'crowd'))
+        loss = find_loss(item, image, wanted)
+        read = item['category_id'] in wanted and (evaluated or loss in (None, 'crowd'))
         # A crowd is ignored anyhow.
         only = polygons_only and not item.get('iscrowd')
         total += read
         if read and (fault := find_fault(item.get('segmentation'), image, evaluated, only)):
             is_ignored = not evaluated and _is_ignored(item.get('segmentation'), only)
             (ignored if is_ignored else faults).append((item, fault))
+        elif loss is None:
+            objects.append(item)
+    _check_extents(coco, objects)
     if not (faults or ignored):
         return
     item, fault = (faults or ignored)[0]
@@ -47,6 +58,51 @@ def check_masks(coco: CocoFile, classes: Sequence[str], evaluated: bool, polygon
             f"{message}. Correct or remove them, or take a detector without masks (with_mask=False, metric='bbox')"
         )
     MMLogger.get_current_instance().warning(f'{message}, and are ignored')
+
+
+def _check_extents(coco: CocoFile, objects: list[dict]) -> None:
+    """Warns of masks, of all or of 2,000 that are evenly spaced, whose extent is another box than their object's.
+
+    Raises:
+        DataError: If more than half of them do: boxes without their masks were resized, or the reverse.
+    """
+    objects = objects[:: math.ceil(len(objects) / MAX_COMPARED) or 1]
+    with coco_errors(coco.where):
+        extents = [mask_extent(item) for item in objects]
+    pairs = zip(objects, extents, strict=True)
+    others = [(item, extent) for item, extent in pairs if _overlap(extent, item['bbox']) < MIN_OVERLAP]
+    if not others:
+        return
+    item, extent = others[0]
+    message = (
+        f'{coco.where}: {len(others)} of {len(objects)} masks do not lie in the boxes of their objects: annotation '
+        f'{item["id"]!r} has bbox {[round(value, 1) for value in item["bbox"]]}, and its mask is in '
+        f'{[round(value, 1) for value in extent]}'
+    )
+    if len(others) > len(objects) / 2:
+        raise DataError(f'{message}. Give "bbox" and "segmentation" in pixels of the same image')
+    MMLogger.get_current_instance().warning(message)
+
+
+def mask_extent(item: dict) -> list[float]:
+    """The smallest box, [x, y, width, height], around the mask of an annotation that has no fault."""
+    segmentation = item['segmentation']
+    if isinstance(segmentation, dict):
+        if isinstance(segmentation['counts'], list):
+            segmentation = frPyObjects(segmentation, *segmentation['size'])
+        return toBbox(segmentation).tolist()
+    xs, ys = ([value for part in segmentation if _is_area(part) for value in part[start::2]] for start in (0, 1))
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+
+
+def _overlap(first: Sequence[float], second: Sequence[float]) -> float:
+    """The IoU of two boxes, each grown by a pixel on each side: tools count a pixel's border differently."""
+    spans, areas = 1.0, [1.0, 1.0]
+    for axis in (0, 1):
+        ends = [(box[axis] - 1, box[axis] + box[axis + 2] + 1) for box in (first, second)]
+        spans *= max(0.0, min(end for _, end in ends) - max(start for start, _ in ends))
+        areas = [area * (end - start) for area, (start, end) in zip(areas, ends, strict=True)]
+    return spans / (sum(areas) - spans)
 
 
 def _is_ignored(segmentation: object, polygons_only: bool) -> bool:

@@ -142,3 +142,35 @@ def test_rle_masks_are_told_where_mmdet_ignores_their_objects(root: Path, wrap: 
     write_split(root, 'train', with_mask(RUNS, iscrowd=1))
     check_data(cfg)
     assert len(warnings) == 1
+
+
+def scaled(content: dict, factor: float, count: int, coded: bool = False) -> dict:
+    """The first ``count`` masks times ``factor``, boxes untouched, as polygons or RLE."""
+    for item in content['annotations'][:count]:
+        polygon = [[value * factor for value in SQUARE[0]]]
+        item['segmentation'] = polygon
+        if coded:
+            item['segmentation'] = dict(coco_mask.frPyObjects(polygon, HEIGHT, WIDTH)[0])
+            item['segmentation']['counts'] = item['segmentation']['counts'].decode()
+    return content
+
+
+@pytest.mark.parametrize('coded', [False, True], ids=['polygons', 'RLE'])
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_masks_that_do_not_lie_in_their_boxes_are_an_error_if_most_do(
+    root: Path, split: str, coded: bool, warnings: list[str]
+) -> None:
+    write_split(root, split, scaled(make_content(), 1.1, 20, coded))
+    check_data(run_cfg(root, with_mask=True))
+    assert not warnings
+    write_split(root, split, scaled(make_content(), 0.25, 20, coded))
+    message = (
+        rf'{split}\.json: 20 of 20 masks do not lie .* annotation 1 has bbox \[4, 4, 20, 20\].* in \[1.0, 1.0, 5.0,'
+    )
+    with pytest.raises(DataError, match=message):
+        check_data(run_cfg(root, with_mask=True))
+    # Without masks nobody reads them.
+    check_data(run_cfg(root))
+    write_split(root, split, scaled(make_content(), 0.25, 4, coded))
+    check_data(run_cfg(root, with_mask=True))
+    assert '4 of 20 masks do not lie in the boxes' in warnings[0]
