@@ -78,6 +78,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
     (folder / 'bad_backbone.py').write_text("_base_ = 'small.py'\nmodel = dict(backbone=dict(embed_dim=8))\n")
     no_test = ''.join(f'test_{part} = None\n' for part in ('cfg', 'dataloader', 'evaluator'))
     (folder / 'no_test.py').write_text(f"_base_ = 'small.py'\n{no_test}")
+    (folder / 'mmdet2.py').write_text(
+        "model = dict(type='A')\ndata = dict(train=dict())\nevaluation = dict(metric='bbox')\n"
+    )
     (folder / 'broken.py').write_text('model = dict(\n')
     (folder / 'nothing.py').write_text('a = 1\n')
     (folder / 'notes.txt').write_text('not a config\n')
@@ -101,6 +104,10 @@ COMMANDS = [
     ('train.py crowds.py', r'pets/annotations/train\.json.* 20 of its 20 .* "iscrowd".* Correct them'),
     ('test.py swapped.py small.pth', r"label 0 is 'cat' .* 'dog' here.*categories. of pets/annotations/val\.json"),
     ('train.py fused_config.py', r'fused_config\.py.*train_dataloader'),
+    (
+        'train.py mmdet2.py',
+        r'mmdet2\.py.* mmdet 2.*data is now train_dataloader.*evaluation is now val_evaluator=dict\(',
+    ),
     ('train.py small.py --cfg-options model.roi_head.mask_head.num_classes=80', r'mask_head.*80.* 4 .*circle'),
     ('train.py small.py --cfg-options train_dataloader.dataset.type=Coko', "dataset.*'Coko'"),
     ('train.py notes.txt', r'notes\.txt.*\.py'),
@@ -252,10 +259,11 @@ def test_custom_hooks_that_replace_those_of_the_base_are_told_of(run, world):
     """Also where the config has none of slab_det's default hooks."""
     (world / 'bare.py').write_text(
         "_base_ = ['./small.py']\n"
-        'custom_hooks = []\n'
+        "custom_hooks = []\nlr_config = dict(policy='step')\n"
         "default_hooks = dict(_delete_=True, checkpoint=dict(type='CheckpointHook', by_epoch=False))\n"
     )
-    run('train.py bare.py --work-dir bare', code=0)
+    result = run('train.py bare.py --work-dir bare', code=0)
+    assert 'keys of mmdet 2, which mmdet 3 does not read, so they change nothing: lr_config is now' in result.out
     assert not (world / 'bare' / 'fused.pth').exists()
     log = next((world / 'bare').glob('*/*.log')).read_text()
     for hook in ('ProgressiveNormHook', 'RecalibrateFuseHook'):

@@ -14,6 +14,27 @@ from slab_det.runtime.config import to_values
 from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
 from slab_det.runtime.run_folder import check_writable
 
+# What a config of mmdet 2 says, which mmdet 3 does not read, and what says it now.
+SUCCESSORS = dict(
+    data='train_dataloader, val_dataloader and test_dataloader',
+    optimizer='optim_wrapper=dict(optimizer=…)',
+    optimizer_config='optim_wrapper=dict(clip_grad=…)',
+    lr_config='param_scheduler',
+    runner='train_cfg=dict(max_epochs=…)',
+    total_epochs='train_cfg=dict(max_epochs=…)',
+    evaluation='val_evaluator=dict(metric=…) and train_cfg=dict(val_interval=…)',
+    checkpoint_config='default_hooks=dict(checkpoint=…)',
+    log_config='default_hooks=dict(logger=…) and visualizer',
+    workflow='train_cfg and val_cfg',
+)
+
+
+def describe_old_keys(cfg: Config) -> str:
+    """The keys of a config that only mmdet 2 read, each with its successor; '' if there are none."""
+    # Configs of mmdet 3 may hold an optimizer as a variable, which their optim_wrapper names.
+    found = [key for key in SUCCESSORS if key in cfg and not (key == 'optimizer' and cfg.get('optim_wrapper'))]
+    return '; '.join(f'{key} is now {SUCCESSORS[key]}' for key in found)
+
 
 def read_config(path: str, options: dict | None = None, data_root: str | None = None) -> Config:
     """Reads the config of a detector.

@@ -23,8 +23,9 @@ def main(args: argparse.Namespace) -> None:
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     from mmengine.device import get_device
     from mmengine.dist import is_main_process
+    from mmengine.logging import MMLogger
 
-    from slab_det.cli.config import config_from_arguments
+    from slab_det.cli.config import config_from_arguments, describe_old_keys
     from slab_det.cli.screen import build_runner
     from slab_det.data import check_data, check_num_classes
     from slab_det.hooks import FiniteLossHook, NormStateHook
@@ -34,10 +35,16 @@ def main(args: argparse.Namespace) -> None:
 
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
+    old_keys = describe_old_keys(cfg)
     if not cfg.get('train_dataloader'):
+        remedy = 'if it is the config of a fused detector, train the unfused config and fuse again'
         raise ConfigError(
-            f'{args.config} has no train_dataloader; if it is the config of a fused detector, train the unfused '
-            'config and fuse again'
+            f'{args.config} has no train_dataloader; '
+            + (f'it is a config of mmdet 2, which mmdet 3 does not read: {old_keys}' if old_keys else remedy)
+        )
+    if old_keys:
+        MMLogger.get_current_instance().warning(
+            f'{args.config} has keys of mmdet 2, which mmdet 3 does not read, so they change nothing: {old_keys}'
         )
     if args.amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'

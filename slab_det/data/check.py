@@ -16,6 +16,7 @@ from slab_det.data.check_coco import (
     check_coco_dataset,
     check_evaluator,
     check_path,
+    is_coco_metric,
     is_readable,
     is_remote,
 )
@@ -23,7 +24,7 @@ from slab_det.data.classes import check_classes, metainfo_of, names_classes_in_t
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import DataError, name_some
+from slab_det.runtime.errors import ConfigError, DataError, name_some
 from slab_det.runtime.registries import enter_scope
 
 SPLITS = ('train', 'val', 'test')
@@ -42,6 +43,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
 
     Raises:
         DataError: Naming the split, the file, and what to do about it.
+        ConfigError: If the config of a dataset or evaluator cannot work with any file.
     """
     enter_scope(cfg)
     for split in splits:
@@ -58,6 +60,8 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
         for evaluator in evaluators:
             if evaluator.get('ann_file') and not is_remote(evaluator):
                 check_path(evaluator['ann_file'], f'{split} evaluator: annotation file', 'ann_file=…')
+            if split != 'train' and not evaluator.get('ann_file') and is_coco_metric(evaluator):
+                _check_instances(cfg, split)
         # MultiDatasetsEvaluator has one metric for each dataset.
         is_multiple = 'metrics' in (cfg.get(f'{split}_evaluator') or ())
         for index, evaluator in enumerate(evaluators):
@@ -167,6 +171,19 @@ def _evaluators(cfg: Config, split: str) -> list[ConfigDict]:
     return [*evaluators] if isinstance(evaluators, (list, tuple)) else [evaluators]
 
 
+def _check_instances(cfg: Config, split: str) -> None:
+    """Raises ConfigError if samples would not hold the objects that a CocoMetric without ``ann_file`` reads there."""
+    for dataset in _file_datasets(cfg, split):
+        for step in dataset.get('pipeline') or ():
+            is_pack = isinstance(step, dict) and type_name(step['type']) == 'PackDetInputs'
+            if is_pack and 'instances' not in step.get('meta_keys', ()):
+                raise ConfigError(
+                    f'{split}_evaluator: a CocoMetric without ann_file reads the objects from the samples, and '
+                    f'PackDetInputs of {split}_dataloader does not put them there: set ann_file=…, or, as for a '
+                    "ConcatDataset, add 'instances' to its meta_keys"
+                )
+
+
 def _dataset_class(dataset: ConfigDict, split: str) -> type:
     # The runner finds the class in the same way.
     with DATASETS.switch_scope_and_registry(dataset.get('_scope_')) as registry:
@@ -190,7 +207,11 @@ def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool) -> Checked
     # Classification datasets report missing files themselves.
     if issubclass(kind, SyntheticShapes) or not issubclass(kind, BaseDetDataset) or is_remote(dataset):
         return None
-    root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
+    root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix') or {}
+    if not isinstance(prefixes, dict):
+        raise ConfigError(
+            f'{split}_dataloader: data_prefix={prefixes!r} is no dictionary: write data_prefix=dict(img={prefixes!r})'
+        )
     steps = [step for step in dataset.get('pipeline') or () if isinstance(step, dict)]
     ann_file = osp.join(root, dataset.get('ann_file') or '')
     if dataset.get('ann_file'):

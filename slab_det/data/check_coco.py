@@ -113,6 +113,13 @@ def check_coco_dataset(
     return CheckedDataset(coco, path, classes, ids, num_objects)
 
 
+def is_coco_metric(evaluator: ConfigDict) -> bool:
+    """Whether the config of a metric is one of mmdet's CocoMetric or of a class that derives from it."""
+    with METRICS.switch_scope_and_registry(evaluator.get('_scope_')) as registry:
+        kind = registry.get(evaluator['type']) if isinstance(evaluator['type'], str) else evaluator['type']
+    return isinstance(kind, type) and issubclass(kind, CocoMetric)
+
+
 def check_evaluator(evaluator: ConfigDict, datasets: Sequence[CheckedDataset], split: str) -> None:
     """Raises DataError if a CocoMetric would compare with other images or classes than its datasets have.
 
@@ -121,10 +128,8 @@ def check_evaluator(evaluator: ConfigDict, datasets: Sequence[CheckedDataset], s
         datasets: All datasets of the split.
         split: 'val' or 'test'.
     """
-    with METRICS.switch_scope_and_registry(evaluator.get('_scope_')) as registry:
-        kind = registry.get(evaluator['type']) if isinstance(evaluator['type'], str) else evaluator['type']
     path = evaluator.get('ann_file')
-    if not path or not is_readable(path) or not (isinstance(kind, type) and issubclass(kind, CocoMetric)):
+    if not path or not is_readable(path) or not is_coco_metric(evaluator):
         return
     is_same = [osp.realpath(path)] == [osp.realpath(dataset.path) for dataset in datasets]
     coco = datasets[0].coco if is_same else read_coco(path, f'{split} evaluator: annotation file {path}')

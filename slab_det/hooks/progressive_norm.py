@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from mmengine.dataset import InfiniteSampler
 from mmengine.dist import get_world_size
-from mmengine.hooks import Hook
+from mmengine.hooks import EarlyStoppingHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
@@ -104,6 +104,12 @@ class ProgressiveNormHook(Hook):
         if self._largest_gamma() > 0 and self._num_iters > runner.max_iters:
             runner.logger.warning(
                 f'this run ends before gamma is 0, so that nothing is fused; lower `total` ({self.total} {self.unit})'
+            )
+        if self._largest_gamma() > 0 and any(isinstance(hook, EarlyStoppingHook) for hook in runner.hooks):
+            runner.logger.warning(
+                f'EarlyStoppingHook may end this run before iteration {self._num_iters}, at which gamma is 0: then '
+                "nothing is fused. Give ProgressiveNormHook fewer iterations, such as total=1000, unit='iter', or "
+                'remove EarlyStoppingHook from custom_hooks'
             )
 
     def _check_frozen(self, runner: Runner) -> None:

@@ -12,7 +12,7 @@ from mmengine.config import Config
 from torch import nn
 
 from slab_det.data import check_data, check_num_classes, set_data_root
-from slab_det.runtime.errors import DataError
+from slab_det.runtime.errors import ConfigError, DataError
 
 BOX = {'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 0}
 IMAGE = {'id': 1, 'file_name': 'a.png', 'width': 8, 'height': 8}
@@ -180,6 +180,15 @@ def test_a_dataset_without_a_folder_of_images_is_an_error(root: Path) -> None:
     cfg = config(root)
     cfg.val_dataloader.dataset.pop('data_prefix')
     with pytest.raises(DataError, match=r"^val dataset: it has no data_prefix=dict\(img=…\): .* or '' for the root"):
+        check_data(cfg)
+
+
+def test_a_data_prefix_that_is_text_is_an_error(root: Path) -> None:
+    cfg = config(root)
+    cfg.val_dataloader.dataset.data_prefix = 'val/'
+    with pytest.raises(
+        ConfigError, match=r"^val_dataloader: data_prefix='val/' .* write data_prefix=dict\(img='val/'\)"
+    ):
         check_data(cfg)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from coco_files import dataset_cfg, make_annotation, make_content, run_cfg, write_split
+from coco_files import dataset_cfg, make_annotation, make_content, read_objects_from_samples, run_cfg, write_split
+from mmdet.evaluation import CocoMetric
+from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from slab_det.data import check_data
-from slab_det.runtime.errors import DataError
+from slab_det.runtime.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -108,7 +110,7 @@ def test_an_evaluation_of_some_images_is_an_error(root: Path) -> None:
         with pytest.raises(DataError, match=rf'{missed} of its 10 images are not in .* no indices'):
             check_data(cfg)
     # By the instances in the samples.
-    cfg.val_evaluator.pop('ann_file')
+    read_objects_from_samples(cfg)
     check_data(cfg)
 
 
@@ -130,3 +132,28 @@ def test_several_files_are_evaluated_by_one_or_each_by_its_own(root: Path) -> No
     cfg.val_dataloader.dataset = Config(dict(type='ConcatDataset', datasets=[dataset_cfg(root, 'val'), parts[0]]))
     with pytest.raises(DataError, match='4 ids occur twice'):
         check_data(cfg)
+
+
+def test_an_evaluator_without_a_file_needs_the_objects_in_the_samples(root: Path) -> None:
+    """mmdet finds out after the first epoch."""
+    for name, ends in (('first', (0, 4)), ('second', (4, 10))):
+        write_split(root, name, fewer(*ends))
+    cfg = run_cfg(root)
+    cfg.val_dataloader.dataset = Config(
+        dict(type='ConcatDataset', datasets=[dataset_cfg(root, name) for name in ('first', 'second')])
+    )
+    cfg.val_evaluator.ann_file = None
+    with pytest.raises(ConfigError, match=r"^val_evaluator: .*without ann_file.*'instances' to its meta_keys"):
+        check_data(cfg)
+    for dataset in cfg.val_dataloader.dataset.datasets:
+        dataset.pipeline[-1].meta_keys = ('img_id', 'ori_shape', 'instances')
+    check_data(cfg)
+    # mmdet takes what passed the check.
+    samples = [data['data_samples'] for data in DATASETS.build(cfg.val_dataloader.dataset)]
+    metric = CocoMetric(metric='bbox')
+    metric.dataset_meta = cfg.val_dataloader.dataset.datasets[0].metainfo
+    for sample in samples:
+        objects = sample.gt_instances
+        found = dict(bboxes=objects.bboxes.tensor, scores=objects.labels * 0 + 0.9, labels=objects.labels)
+        metric.process({}, [dict(sample.metainfo, pred_instances=found)])
+    assert metric.evaluate(len(samples))['coco/bbox_mAP'] == 1

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import StopAfter, differing
-from mmengine.hooks import EMAHook, Hook
+from mmengine.hooks import EarlyStoppingHook, EMAHook, Hook
 from mmengine.runner import Runner
 from regression import Regression, train
 
@@ -103,6 +103,17 @@ def test_decay_starts_from_the_gamma_of_loaded_weights_and_goes_on_from_there_wh
     _, recorder = run(tmp_path / 'run', stop_after=5, load_from=str(tmp_path / 'pretrained.pth'))
     _, resumed = run(tmp_path / 'run', resume=True)
     assert recorder.ran_with + resumed.ran_with == default_gammas(start)
+
+
+@pytest.mark.parametrize(('start', 'told'), [(1.0, True), (0.0, False)])
+def test_a_run_that_may_stop_early_says_that_gamma_may_stay(tmp_path, start, told):
+    model, stop = Regression(), EarlyStoppingHook('accuracy')
+    slab_det.set_gamma(model, start)
+    # This run has no validation.
+    stop.before_run = lambda runner: None
+    run(tmp_path, hooks=[stop], model=lambda: model)
+    (log,) = tmp_path.glob('*/*.log')
+    assert ('EarlyStoppingHook may end this run before iteration 8' in log.read_text()) == told
 
 
 def test_prolonging_a_finished_run_does_not_raise_gamma(tmp_path):
