@@ -133,6 +133,8 @@ class AbsorptionReport:
             )
         if self.multiply_adds:
             before, after = self.multiply_adds
-            lines.append(f'multiply-adds: {after / 1e9:.1f} of {before / 1e9:.1f} billion left, {after / before:.0%}')
+            scale, unit = (1e9, 'billion') if before >= 1e10 else (1e6, 'million')
+            counts = f'{after / scale:.1f} of {before / scale:.1f} {unit}'
+            lines.append(f'multiply-adds: {counts} left, {after / before:.0%}')
         lines += [f'  {place.place}: left alone, {place.reason}' for place in self.channels if place.reason]
         return '\n'.join(lines)

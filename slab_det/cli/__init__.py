@@ -4,6 +4,7 @@ A command parses its arguments before it imports torch, so that ``--help`` takes
 """
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -94,10 +95,38 @@ def _leave_on_termination() -> Iterator[None]:
         yield
         return
     signal.signal(signal.SIGTERM, leave)
+    _ends_in_order.set()
     try:
         yield
     finally:
+        _ends_in_order.clear()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# Set while a command handles SIGTERM.
+_ends_in_order = threading.Event()
+
+
+def _mask_termination(how: int) -> None:
+    if _ends_in_order.is_set():
+        signal.pthread_sigmask(how, {signal.SIGTERM})
+
+
+def _end_forked_workers() -> None:
+    """Lets SIGTERM end a forked process at once: a pool waits forever for a worker whose handler missed the signal."""
+    if _ends_in_order.is_set():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _ends_in_order.clear()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+if hasattr(os, 'register_at_fork'):
+    # Python drops the signals that a process gets before it is whole, so they are held back until then.
+    os.register_at_fork(
+        before=lambda: _mask_termination(signal.SIG_BLOCK),
+        after_in_parent=lambda: _mask_termination(signal.SIG_UNBLOCK),
+        after_in_child=_end_forked_workers,
+    )
 
 
 def find_folder(name: str) -> Path:

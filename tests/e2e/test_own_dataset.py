@@ -1,11 +1,13 @@
 """docs/get-started.md as a reader follows it: the folder, the config, the commands, and a picture."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 from conftest import CONFIGS, SMALL_SWIN
 from mmengine.config import Config
+from PIL import Image
 
 import slab_det
 from slab_det.measure.report_file import read_report
@@ -52,3 +54,42 @@ def test_from_a_folder_to_a_fused_detector(tmp_path, monkeypatch, call):
     exec(use, namespace)
     assert (tmp_path / 'out' / 'vis' / '00000.png').is_file()
     assert namespace['detector'].model.dataset_meta['classes'] == slab_det.data.SyntheticShapes.METAINFO['classes']
+
+
+def write_voc(folder: Path) -> None:
+    """A folder as Pascal VOC has it, with the generated images."""
+    for split in ('train', 'val'):
+        content = json.loads((folder / f'annotations/instances_{split}.json').read_text())
+        names = {one['id']: one['name'] for one in content['categories']}
+        for part in ('Annotations', 'JPEGImages', 'ImageSets/Main'):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / f'ImageSets/Main/{split}.txt').write_text(''.join(f'{split}_{x["id"]}\n' for x in content['images']))
+        for image in content['images']:
+            objects = ''
+            for item in content['annotations']:
+                x, y, width, height = item['bbox']
+                corners = dict(xmin=x + 1, ymin=y + 1, xmax=x + width, ymax=y + height)
+                box = ''.join(f'<{key}>{value:.0f}</{key}>' for key, value in corners.items())
+                if item['image_id'] == image['id']:
+                    objects += f'<object><name>{names[item["category_id"]]}</name><bndbox>{box}</bndbox></object>'
+            size = f'<size><width>{image["width"]}</width><height>{image["height"]}</height></size>'
+            stem = f'{split}_{image["id"]}'
+            (folder / f'Annotations/{stem}.xml').write_text(f'<annotation>{size}{objects}</annotation>')
+            Image.open(folder / f'images/{split}' / image['file_name']).save(folder / f'JPEGImages/{stem}.jpg')
+
+
+def test_a_folder_of_pascal_voc_trains_with_what_the_page_says(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'configs').symlink_to(CONFIGS)
+    slab_det.data.generate('data/mine', num_train=2, num_val=1, size=(96, 80))
+    write_voc(tmp_path / 'data/mine')
+    config = blocks('python')[1]
+    starts = ("type='VOC", "ann_file='ImageSets", r'data_prefix=dict\(_', 'val_evaluator = ')
+    dataset, ann_file, prefix, evaluator = (re.search(rf'`({start}.*?)`', PAGE, re.DOTALL)[1] for start in starts)
+    for split in ('train', 'val'):
+        config = config.replace(f"ann_file='annotations/instances_{split}.json'", ann_file.replace('train', split))
+        config = config.replace(f"data_prefix=dict(img='images/{split}/')", f'{dataset}, {prefix}')
+    config = re.sub('^val_evaluator = .*$', evaluator, config, flags=re.MULTILINE)
+    (tmp_path / 'voc.py').write_text(f'{config}\ncustom_hooks = []\n')
+    shrink(tmp_path / 'voc.py')
+    assert 'pascal_voc/mAP: ' in call('train.py', 'voc.py').out

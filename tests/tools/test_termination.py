@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 
 from conftest import CONFIGS
 
 import slab_det
+from slab_det.cli import _leave_on_termination
 
 COMMAND = """
 import sys, tempfile, time
@@ -35,6 +38,21 @@ def test_a_terminated_command_removes_its_temporary_folders(tmp_path, monkeypatc
     process.stdout.close()
     assert process.wait(30) == 143
     assert not [*tmp_path.glob('slab_det_absorb_*')]
+
+
+def test_a_forked_worker_of_a_command_ends_at_once():
+    """mmdet's VOCMetric ends its pool by SIGTERM, and would wait forever for a worker that does not end."""
+    with _leave_on_termination():
+        for _ in range(5):
+            worker = os.fork()
+            if worker == 0:
+                try:
+                    time.sleep(20)
+                finally:
+                    os._exit(0)
+            os.kill(worker, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_command_restores_the_handler_of_its_caller(call):
