@@ -15,7 +15,7 @@ from slab_det.conversion.finetune import write_tune_config
 from slab_det.runtime.config import to_values
 from slab_det.runtime.errors import ConfigError
 from slab_det.runtime.registries import REGISTRIES
-from slab_det.runtime.run_folder import write_config
+from slab_det.runtime.run_folder import save_with_config, write_config
 
 NO_VAL = ('val_dataloader=None', 'val_evaluator=None')
 
@@ -117,6 +117,9 @@ def test_every_config_that_a_run_writes_from_classes_builds(styles, tmp_path, ca
         Config.fromfile(path), run / 'fused_config.py', run / 'fused.pth', run / 'iter_1.pth', Config.fromfile(path)
     )
     MODELS.build(Config.fromfile(tune).model)
+    # As optimize writes the detector that it is given.
+    _, plain = save_with_config({}, Config.fromfile(path), run / 'plain.pth')
+    build_detector(Config.fromfile(plain))
 
 
 def test_what_is_written_reads_as_it_was(tmp_path):
