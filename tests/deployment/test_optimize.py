@@ -88,7 +88,10 @@ def run(files: Path, out: Path, **options: object) -> module.OptimizationReport:
 def optimized(files: Path) -> Path:
     """The folder of a finished optimization; tests work on copies."""
     torch.set_num_threads(1)
-    return run(files, files / 'out').folder
+    with pytest.MonkeyPatch.context() as patch:
+        # Whatever is the fastest: an absorbed detector in int8 takes a third of a minute more.
+        patch.setattr(module._Search, '_choose_engines', lambda self: [forms.Form('torch')])
+        return run(files, files / 'out').folder
 
 
 @pytest.fixture(scope='module')
@@ -101,6 +104,7 @@ def chosen(files: Path, optimized: Path) -> Callable[[str], Path]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, 'choose', lambda measured, max_loss: (key, [key]))
             patch.setattr(module, 'draw_pictures', lambda *_: None)
+            patch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
             return run(files, files / key).folder
 
     return choose
