@@ -73,9 +73,9 @@ def optimize(
         out: Folder for the result: new, empty, or of an earlier call. ``slab_det.load_detector(out)`` serves the
             recommended form, from the first minute on: the folder is written after each step. ``out/work`` holds what
             was measured; the same call goes on from there.
-        minutes: A deadline: no step begins after it, such as absorbing, exporting, loading or a round of predictions.
-            Only the original detector is measured in any case. Less than ten minutes absorb on fewer images, four a
-            minute; a call with more of them begins anew.
+        minutes: A deadline: no step begins after it. Making, loading and first measuring a form is a step, and so is
+            each further round. Only the original detector is measured in any case. Less than ten minutes absorb on
+            fewer images, four a minute; a call with more of them begins anew.
         max_loss: Largest loss of AP, in points from 0 to 100.
         eval: Also measure AP of the original and the recommended form, on ``val_dataloader`` of the config. The
             measured loss then replaces the expected one. It is not part of ``minutes``.

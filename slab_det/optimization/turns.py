@@ -10,6 +10,7 @@ from dataclasses import asdict
 from slab_det.compare.agreement import as_detections
 from slab_det.inference.forms import Form
 from slab_det.inference.serving import ServedDetector, load_detector
+from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.records import Records
 from slab_det.optimization.variants import Variants
@@ -19,8 +20,8 @@ from slab_det.runtime.progress import Progress
 
 # After a call the threads of a runtime spin for a while; they must not take the cores from the next call.
 PAUSE_SECONDS = 0.05
-# Fewest rounds that quartiles can be taken of.
-LEAST_ROUNDS = 3
+# Fewest rounds of a form: with fewer, it is not called faster.
+LEAST_ROUNDS = SURE_ROUNDS
 BASE = Form('eager')
 
 
@@ -33,7 +34,8 @@ class Turns:
         images: The images.
         device: 'cpu' or 'cuda'.
         threads: CPU threads of every runtime.
-        deadline: When no step begins any more, by ``time.monotonic``; the original detector is measured nevertheless.
+        deadline: When no form is loaded and no round begins any more, by ``time.monotonic``; the original detector, and
+            forms that were loaded before, are measured nevertheless.
         progress: Print each step, and show progress bars.
 
     Attributes:
@@ -83,7 +85,8 @@ class Turns:
         needed, start = max(rounds - records.count(form.key) for form in forms), time.monotonic()
         done = 0
         for _ in Progress(range(needed), 'Measuring', disable=not self.progress):
-            if self.is_late() and records.count(BASE.key) >= LEAST_ROUNDS:
+            # What was loaded in time is measured: making it takes longer.
+            if self.is_late() and all(records.count(key) >= LEAST_ROUNDS for key in keys):
                 break
             self._run_round(keys)
             done += 1

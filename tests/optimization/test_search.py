@@ -87,7 +87,10 @@ def run(files: Path, out: Path, **options: object) -> module.OptimizationReport:
 def optimized(files: Path) -> Path:
     """The folder of a finished optimization; tests work on copies."""
     torch.set_num_threads(1)
-    return run(files, files / 'out').folder
+    with pytest.MonkeyPatch.context() as patch:
+        # Whatever is the fastest: an absorbed detector in int8 takes a third of a minute more.
+        patch.setattr(module._Search, '_choose_engines', lambda self: [forms.Form('torch')])
+        return run(files, files / 'out').folder
 
 
 @pytest.fixture(scope='module')
@@ -100,6 +103,7 @@ def chosen(files: Path, optimized: Path) -> Callable[[str], Path]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, 'choose', lambda measured, max_loss: (key, [key]))
             patch.setattr(module, 'draw_pictures', lambda *_: None)
+            patch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
             return run(files, files / key).folder
 
     return choose
@@ -230,10 +234,11 @@ def test_no_step_begins_after_the_deadline(
     )
     assert late in (out / 'README.md').read_text()
     assert re.search(r'eager: ready after \d+ s\n  2 rounds with eager: \d+ s\n', capsys.readouterr().out)
-    # The deadline passes while a form is loaded: it is not measured, and nothing else begins.
+    # The deadline passes while a form is loaded: it is measured, and nothing else begins.
     report = run(files, out)
-    assert {*entries(out)} == {'eager'} and loaded == ['eager', 'eager', 'deployed']
-    assert late in str(report) and not [*out.glob('work/*/*_blocks')]
+    assert entries(out).keys() == {'eager', 'deployed'} and loaded == ['eager', 'eager', 'deployed']
+    assert entries(out)['deployed']['rounds'] == 2 and not [*out.glob('work/*/*_blocks')]
+    assert 'Not measured in the time: ONNX Runtime, float32; ' in str(report)
 
 
 def serve(folder: Path, image: Path, queue: multiprocessing.Queue) -> None:
