@@ -14,8 +14,8 @@ from slab_det.runtime.errors import DataError
 # Every third image is held out. With a single one held out nothing says how far its agreement may be off.
 HELD_OUT = 3
 LEAST_IMAGES = 2 * HELD_OUT
-# Absorption takes seconds for each image: few for a short call, and more improve an absorbed detector little.
-FITTED_PER_MINUTE, FEWEST_FITTED, MOST_FITTED = 4, 8, 40
+# Absorption takes seconds for each image, and more improve an absorbed detector little.
+MOST_FITTED = 40
 
 
 class SplitImages:
@@ -25,7 +25,6 @@ class SplitImages:
         cfg: Config of the detector.
         folder: The folder.
         num_images: Number of images, evenly spaced over the folder.
-        minutes: See :func:`slab_det.optimize`.
 
     Attributes:
         names: The file of each image.
@@ -37,7 +36,7 @@ class SplitImages:
         DataError: If the folder holds no readable image, or fewer than six.
     """
 
-    def __init__(self, cfg: Config, folder: str | Path, num_images: int, minutes: float) -> None:
+    def __init__(self, cfg: Config, folder: str | Path, num_images: int) -> None:
         loader = image_folder_dataloader(cfg, folder, num_images)
         dataset = loader.dataset
         self.names = [Path(dataset.dataset.files[index]) for index in dataset.indices]
@@ -51,7 +50,7 @@ class SplitImages:
         self.contents = {i: self.names[i].read_bytes() for i in held_out}
         self.shapes = {i: tuple(dataset[i]['data_samples'].img_shape) for i in held_out}
         others = [i for i in range(count) if i not in held_out]
-        num_fitted = min(int(max(FITTED_PER_MINUTE * minutes, FEWEST_FITTED)), MOST_FITTED, len(others))
+        num_fitted = min(MOST_FITTED, len(others))
         images = Subset(dataset, [others[i * len(others) // num_fitted] for i in range(num_fitted)])
         # Batches are then prepared as for inference.
         images.test_mode = True

@@ -114,7 +114,7 @@ def optimize(
         with mute_log():
             detector = build_detector(cfg, str(checkpoint))
             check_statistics(detector, str(checkpoint))
-            split = SplitImages(cfg, images, num_images, minutes)
+            split = SplitImages(cfg, images, num_images)
             # Before the lock, which is a file of the folder.
             OwnFiles(out)
             with locked(out / WORK, wait=False):
@@ -165,7 +165,6 @@ class _Search:
             config=hashlib.sha256(cfg.pretty_text.encode()).hexdigest(),
             checkpoint=_digest_weights(detector),
             images=images.digest(),
-            num_fitted=len(images.fitted),
             versions=self.environment['versions'] | _runtime_versions(),
             device=self.environment['device'],
             threads=threads,

@@ -46,7 +46,6 @@ def _few_rounds_without_bfloat16() -> Iterator[None]:
         for name, value in dict(FIRST_ROUNDS=2, LEAST_ROUNDS=2, ROUNDS=3, ENGINES=1).items():
             patch.setattr(module, name, value)
         patch.setattr(images_module, 'MOST_FITTED', 5)
-        patch.setattr(images_module, 'FEWEST_FITTED', 5)
         # A tenth of the time; of the memory of forms the tests need nothing exact.
         patch.setattr(memory, 'gc', SimpleNamespace(collect=lambda: 0))
         patch.setattr(turns, 'LEAST_ROUNDS', 2)
