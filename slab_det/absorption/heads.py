@@ -14,6 +14,9 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox2roi
 from torch import Tensor, nn
 
+# Most regions for a box head and for a mask head, those of the highest scores, in an image that is not the first.
+PROPOSALS, DETECTIONS = 256, 32
+
 
 class Regions(NamedTuple):
     """What a teacher finds in a batch, and where fits of the heads look.
@@ -48,8 +51,18 @@ def has_known_heads(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def find_regions(model: nn.Module, images: Tensor, samples: Sequence[DetDataSample]) -> Regions:
-    """Finds the regions of a batch (B, 3, H, W), in pixels of ``images``."""
+def find_regions(
+    model: nn.Module, images: Tensor, samples: Sequence[DetDataSample], all_regions: bool = False
+) -> Regions:
+    """Finds the regions of a batch (B, 3, H, W), in pixels of ``images``.
+
+    Args:
+        model: A detector with known heads.
+        images: The images.
+        samples: Their shapes.
+        all_regions: Whether the heads read as many regions as in a test; by default at most ``PROPOSALS`` and
+            ``DETECTIONS`` for each image.
+    """
     maps, metas = model.extract_feat(images), [sample.metainfo for sample in samples]
     two_stages = isinstance(model, TwoStageDetector)
     scores = [x.sigmoid().amax(1, keepdim=True) for x in (model.rpn_head if two_stages else model.bbox_head)(maps)[0]]
@@ -58,6 +71,8 @@ def find_regions(model: nn.Module, images: Tensor, samples: Sequence[DetDataSamp
     if not two_stages:
         return Regions(weights)
     proposals = model.rpn_head.predict(maps, samples, rescale=False)
+    if not all_regions:
+        proposals = [part[:PROPOSALS] for part in proposals]
     rois = bbox2roi([part.bboxes for part in proposals])
     stages = []
     with ExitStack() as stack:
@@ -67,7 +82,8 @@ def find_regions(model: nn.Module, images: Tensor, samples: Sequence[DetDataSamp
         found = model.roi_head.predict_bbox(maps, metas, proposals, model.roi_head.test_cfg, rescale=False)
     # Without proposals no box head runs.
     stages = stages or [rois] * len(_box_extractors(model.roi_head))
-    return Regions(weights, stages, bbox2roi([part.bboxes for part in found]))
+    count = None if all_regions else DETECTIONS
+    return Regions(weights, stages, bbox2roi([part.bboxes[:count] for part in found]))
 
 
 def run_heads(model: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:
