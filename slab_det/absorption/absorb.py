@@ -25,6 +25,9 @@ from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import AgreementError, ConversionError
 from slab_det.runtime.modes import is_deployed, set_mode
 
+# Batches that students are fitted on in the search for a share. The student that is returned is fitted on all.
+SEARCH = 40
+
 
 def absorb(
     model: nn.Module,
@@ -121,7 +124,8 @@ def absorb(
         if channels:
             survey = Survey(plan)
             if channels == 'auto':
-                channels = find_least_share(survey, plan, make, compare, progress)
+                quick = partial(absorb_norms, plan.shorten(SEARCH), work_dir=make.keywords['work_dir'], progress=False)
+                channels = find_least_share(survey, plan, quick, compare, progress)
             counts = survey.choose(channels)
         make = partial(make, channels=counts if channels else float(ffn))
         if keep == 'auto':
