@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,13 +16,17 @@ from torch import nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
 from slab_det.absorption.budget import Survey
+from slab_det.absorption.images import HELD_OUT, Images
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.student import absorb_norms
 from slab_det.backbones.adopt import adopt
-from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, describe_loss, detect
+from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import AgreementError, ConversionError
 from slab_det.runtime.modes import is_deployed, set_mode
+
+# Batches that students are fitted on in the search for a share. The student that is returned is fitted on all.
+SEARCH = 40
 
 
 def absorb(
@@ -109,7 +113,7 @@ def absorb(
         where = 'everywhere' if channels else 'ffn' if ffn else ''
         plan = make_plan(model, images, Path(folder), int8, where, norms=keep != 'all')
         _check_absorbs(keep, plan, bool(where))
-        compare = _compare_to(model, plan.images.held_out)
+        compare = _compare_to(model, plan.images)
         if compare is None and 'auto' in (keep, channels):
             option = 'keep' if keep == 'auto' else 'channels'
             raise ConversionError(
@@ -120,7 +124,8 @@ def absorb(
         if channels:
             survey = Survey(plan)
             if channels == 'auto':
-                channels = find_least_share(survey, plan, make, compare, progress)
+                quick = partial(absorb_norms, plan.shorten(SEARCH), work_dir=make.keywords['work_dir'], progress=False)
+                channels = find_least_share(survey, plan, quick, compare, progress)
             counts = survey.choose(channels)
         make = partial(make, channels=counts if channels else float(ffn))
         if keep == 'auto':
@@ -173,21 +178,22 @@ def _check_absorbs(keep: int | Collection[str], plan: AbsorptionPlan, prunes: bo
         raise ConversionError(f'keep= names all {len(found)} LayerNorms that can be absorbed; name fewer')
 
 
-def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], None] | None:
+def _compare_to(teacher: nn.Module, images: Images) -> Callable[[nn.Module], None] | None:
     """Returns a function that adds a student's agreement to its report; None if detections cannot be compared."""
     # mmdet pastes masks only in float32.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
     try:
-        reference = detect(teacher, images)
+        reference = detect(teacher, images.held_out)
     except AgreementError:
         return None
 
     def compare(student: nn.Module) -> None:
         report = student.absorption_report
+        report.held_out = images.count >= HELD_OUT
         report.num_images, report.num_detections = len(reference), sum(len(found.scores) for found in reference)
         if report.num_detections:
-            report.agreement = agreement(reference, detect(student, images))
+            report.agreement = agreement(reference, detect(student, images.held_out))
 
     return compare
 
@@ -287,7 +293,7 @@ def _warn(report: AbsorptionReport) -> None:
         )
     if report.num_images and report.agreement is None:
         warn(
-            f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
+            f'the teacher finds nothing in {report.num_images} images: {len(report.kept)} LayerNorms are '
             'kept, and the loss of AP is unknown; give images of its objects, or keep=K'
         )
     elif report.agreement is not None and report.agreement < LEAST_AGREEMENT:
@@ -296,5 +302,5 @@ def _warn(report: AbsorptionReport) -> None:
         remedies.append('train towards the teacher (slab_det.conversion.write_tune_config)')
         warn(
             f'agreement with the teacher is {report.agreement:.3f}, below {LEAST_AGREEMENT:g}, with '
-            f'{len(report.kept)} LayerNorms kept: expect {describe_loss(report.agreement)}; {" or ".join(remedies)}'
+            f'{len(report.kept)} LayerNorms kept; {report.describe_loss()}; {" or ".join(remedies)}'
         )

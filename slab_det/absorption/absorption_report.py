@@ -69,6 +69,7 @@ class AbsorptionReport:
             be removed; None unless channels were removed for a share of them.
         agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
             detections cannot be compared.
+        held_out: Whether these images were held out; with fewer than five batches they are those that were fitted.
         num_images: Number of images compared; 0 where detections cannot be compared.
         num_detections: Number of the teacher's detections in these images.
     """
@@ -78,6 +79,7 @@ class AbsorptionReport:
     channels: list[ChannelAbsorption] = field(default_factory=list)
     multiply_adds: tuple[int, int] | None = None
     agreement: float | None = None
+    held_out: bool = True
     num_images: int = 0
     num_detections: int = 0
 
@@ -90,6 +92,14 @@ class AbsorptionReport:
     def pruned(self) -> list[ChannelAbsorption]:
         """The places that lost channels."""
         return [place for place in self.channels if not place.reason]
+
+    def describe_loss(self) -> str:
+        """Says what the agreement tells about the loss of AP."""
+        return describe_loss(self.agreement, self.num_detections, self.held_out)
+
+    @property
+    def _images(self) -> str:
+        return f'{self.num_images} {"held-out" if self.held_out else "fitted"} images'
 
     def rank(self) -> list[str]:
         """The norms that were fitted, the least affine first."""
@@ -110,11 +120,11 @@ class AbsorptionReport:
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.agreement is not None:
             lines[0] += (
-                f'; agreement with the teacher on {self.num_detections} detections in {self.num_images} held-out '
-                f'images: {self.agreement:.3f}, {describe_loss(self.agreement)}'
+                f'; agreement with the teacher on {self.num_detections} detections in {self._images}: '
+                f'{self.agreement:.3f}; {self.describe_loss()}'
             )
         elif self.num_images:
-            lines[0] += f'; agreement is undefined: the teacher finds nothing in {self.num_images} held-out images'
+            lines[0] += f'; agreement is undefined: the teacher finds nothing in {self._images}'
         chosen = [norm for norm in self.kept if norm.reason == KEPT_BY_CHOICE]
         lines += [f'  {len(chosen)} {KEPT_BY_CHOICE}'] if chosen else []
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept if norm not in chosen]

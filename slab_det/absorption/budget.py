@@ -20,7 +20,7 @@ from slab_det.absorption.maps import rank_maps, sensitivity
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.regression import CrossMoments, join_channels, lost_logits, rank_channels
 from slab_det.absorption.student import copy_teacher
-from slab_det.absorption.tokens import POSITIONS, input_tokens, output_tokens
+from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
 from slab_det.absorption.walk import register_probe
 from slab_det.fusion.channels import HiddenChannels, find_channels, input_weight, output_parameters
 from slab_det.measure.cost import count_multiply_adds
@@ -182,8 +182,7 @@ def estimate_losses(
         seen.add(key)
         x = tensors_in(value)[0]
         # A convolution in an FFN has kernel 1 and reads a map or tokens.
-        tokens = (x.flatten(2).transpose(1, 2) if x.ndim == 4 else x).flatten(0, -2)
-        tokens = tokens[:: max(1, len(tokens) // POSITIONS)]
+        (tokens,) = sample_tokens(x.flatten(2).transpose(1, 2) if x.ndim == 4 else x)
         # Only the variance of the stream is needed.
         moments[key].add(*(tokens[:, :1], tokens) if key[1] == 'stream' else (tokens, tokens[:, :1]))
 

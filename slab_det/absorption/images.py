@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+import random
+from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.absorption.walk import TensorStore
+from slab_det.attention.base import MapAttention, ShiftedWindowAttention
 from slab_det.families import find_absorbed
 from slab_det.families.regions import Regions
 from slab_det.runtime.batches import one_pass, prepare_inputs
@@ -19,6 +23,10 @@ from slab_det.runtime.errors import ConversionError
 
 # Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.
 HELD_OUT = 5
+# Pixels of all images that the fits read: a hundred crops of 448x672.
+PIXELS = 100 * 448 * 672
+# Side of a pixel of the coarsest stage of a backbone.
+STRIDE = 32
 
 
 class Batches(list):
@@ -35,7 +43,8 @@ class Images(NamedTuple):
     """The images of an absorption.
 
     Attributes:
-        store: The image tensor of each batch, by the index of the batch.
+        store: The image tensor of each batch, by the index of the batch; of a large image a crop, but the first batch,
+            on which multiply-adds are counted, is whole.
         count: Number of batches.
         held_out: Every fifth batch, as the loader yielded it; all batches where there are fewer than five.
         digest: Digest of the image tensors.
@@ -69,11 +78,15 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
     first, held_out, regions = [], Batches(), []
     held_out.dataset = getattr(batches, 'dataset', None)
-    prepare = prepare_inputs(model, batches)
+    prepare, unit = prepare_inputs(model, batches), _crop_unit(model)
+    number = len(batches) if isinstance(batches, Sized) else 100
     for index, batch in enumerate(one_pass(batches)):
         inputs, samples = prepare(batch)
+        if index and unit and inputs.ndim == 4:
+            inputs, samples = _crop(inputs, samples, PIXELS / number / len(inputs), unit, index)
         if heads:
-            regions.append(find_absorbed(model).find_regions(model, inputs, samples))
+            find_regions = find_absorbed(model).find_regions
+            regions.append(find_regions(model, inputs, samples, all_regions=not index))
         store.put(str(index), inputs)
         digest.update(to_bytes(inputs))
         count = index + 1
@@ -90,6 +103,39 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
             f'give at least {HELD_OUT} batches: a smaller batch size or more images'
         )
     return Images(store, count, held_out, digest, regions)
+
+
+def _crop_unit(model: nn.Module) -> int:
+    """The number of pixels on which the windows of every stage of a Swin begin; 0 if its outputs depend on the size of
+    the image otherwise than by windows, so that it must see whole images."""
+    windows = [module.w_msa.window_size for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
+    is_global = any(isinstance(module, MapAttention) for module in model.modules())
+    has_positions = getattr(getattr(model, 'backbone', model), 'absolute_pos_embed', None) is not None
+    return STRIDE * windows[-1] if windows and not is_global and not has_positions else 0
+
+
+def _crop(
+    images: Tensor, samples: list[DetDataSample], pixels: float, unit: int, seed: int
+) -> tuple[Tensor, list[DetDataSample]]:
+    """Crops images to about a number of pixels each, so that objects keep their size and windows their contents.
+
+    Args:
+        images: (B, 3, H, W).
+        samples: One for each image.
+        pixels: Number of pixels that suffice.
+        unit: The sides and the corner of the crop are multiples of it, except at the border of the images.
+        seed: Chooses the place of the crop.
+    """
+    scale, generator, parts = math.sqrt(pixels / images[0, 0].numel()), random.Random(seed), []
+    if scale >= 1:
+        return images, samples
+    for side in images.shape[-2:]:
+        crop = unit * max(1, round(scale * side / unit))
+        start = generator.randrange(0, max(1, side - crop + unit), unit)
+        parts.append(slice(start, start + crop))
+    crops = images[..., parts[0], parts[1]]
+    shapes = dict.fromkeys(('img_shape', 'pad_shape', 'batch_input_shape'), tuple(crops.shape[-2:]))
+    return crops, [DetDataSample(metainfo={**sample.metainfo, **shapes}) for sample in samples]
 
 
 def to_bytes(tensor: Tensor) -> bytes:

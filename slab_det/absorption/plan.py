@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
@@ -79,6 +79,14 @@ class AbsorptionPlan:
     reads: dict[str, set[str]]
     digest: hashlib._Hash
     own: dict[str, float] = field(default_factory=dict)
+
+    def shorten(self, count: int) -> AbsorptionPlan:
+        """Returns the plan with only the first ``count`` batches; itself if there are no more."""
+        if self.images.count <= count:
+            return self
+        digest = self.digest.copy()
+        digest.update(f'{count} batches'.encode())
+        return replace(self, images=self.images._replace(count=count), digest=digest, own={})
 
 
 def make_plan(

@@ -28,8 +28,11 @@ def refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMo
         held_out: The same of held-out images, which choose the ridge.
 
     Returns:
-        The mean squared error after the fit over the mean squared error before; 1 if the layer stays as it is.
+        The mean squared error after the fit over the mean squared error before; 1 if the layer stays as it is, also
+        where no token, such as a region with an object, reached it.
     """
+    if not moments.count:
+        return 1.0
     if layer.bias is None:
         # A model rebuilt from its config would have no bias here, so the fit has no shift.
         moments, held_out = moments.about_zero(), held_out.about_zero()

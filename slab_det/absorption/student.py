@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.refit import prune_and_refit, refit
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, reduce_rank
-from slab_det.absorption.tokens import input_tokens, output_tokens, sample_patches, sample_rows
+from slab_det.absorption.tokens import input_tokens, output_tokens, sample_patches, sample_rows, sample_tokens
 from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import HiddenChannels, find_channels, output_parameters, resize_channels
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report
@@ -218,8 +218,8 @@ class Absorption:
             part = is_held_out(batch)
             source, target = self.teacher.run(batch, block, [step.source, step.target], early[0])
             if name not in own:
-                own_moments[part].add(source, target)
-            moments[part].add(*self.student.run(batch, block, [step.source], early[1]), target)
+                own_moments[part].add(*sample_tokens(source, target))
+            moments[part].add(*sample_tokens(*self.student.run(batch, block, [step.source], early[1]), target))
             # Frees the memory for the next forwards.
             del source, target
         _check_finite(name, *moments)
@@ -264,6 +264,7 @@ class Absorption:
                 continue
             tokens = self.student.run(batch, block, [step.source, step.target])
             for moments, part in zip((queries, keys), tokens, strict=True):
+                (part,) = sample_tokens(part)
                 moments.add(part, part[..., :1])
         _check_finite(step.name, queries, keys)
         weight, bias = output_parameters(self.model.get_submodule(place.writers[0]))
@@ -292,16 +293,25 @@ class Absorption:
         if layer.weight[0].numel() > MAX_COLUMNS:
             return
         for batch in self.batches():
-            (targets,) = self.teacher.run_calls(batch, block, [step.target])
-            calls = zip(targets, *self.student.run_calls(batch, block, [step.source, step.target]), strict=True)
+            (targets,) = self._run_head(self.teacher, batch, block, [step.target])
+            own = self._run_head(self.student, batch, block, [step.source, step.target])
+            calls = zip(targets, *own, strict=True)
             for level, (target, source, output) in enumerate(calls):
                 weight = self.plan.images.regions[batch].position_weights(block, level)
                 weight = None if weight is None else output_tokens(weight)
                 error = output_tokens(target - output)
                 moments[is_held_out(batch)].add(input_tokens(layer, source, output), error, weight)
-            del targets, calls, target, source, output, error
+            del targets, own, calls, target, source, output, error
         _check_finite(step.name, *moments)
         self.report.refits[step.name] = refit(layer, *moments)
+
+    def _run_head(
+        self, walk: Walk, batch: int, block: str, probes: Sequence[Probe], finish: str = ''
+    ) -> list[list[Tensor]]:
+        """The tensors of every call of each probe. A head of regions is called once, so its run ends at the probes."""
+        if self.plan.images.regions[batch].position_weights(block, 0) is None:
+            return [[tensor] for tensor in walk.run(batch, block, probes, finish)]
+        return walk.run_calls(batch, block, probes, finish)
 
     def _fit_readers(self, block: str, finish: str, place: HiddenChannels, kept: int) -> None:
         """Prunes channels of a head, and fits the layers that read them so that their outputs are the teacher's."""
@@ -310,8 +320,9 @@ class Absorption:
         probes = [Probe(names[0], side) for names in levels for side in ('input', 'output')]
         outputs = [Probe(reader, 'output') for reader in place.readers]
         for batch in self.batches():
-            targets = dict(zip(place.readers, self.teacher.run_calls(batch, block, outputs, finish), strict=True))
-            own = iter(self.student.run_calls(batch, block, probes, finish))
+            targets = self._run_head(self.teacher, batch, block, outputs, finish)
+            targets = dict(zip(place.readers, targets, strict=True))
+            own = iter(self._run_head(self.student, batch, block, probes, finish))
             for level, names in enumerate(levels):
                 layers = [*map(self.model.get_submodule, names)]
                 # A head runs once on each level of the neck, either all of its layers or those of the level.
@@ -345,6 +356,7 @@ class Absorption:
                 else:
                     # A convolution in an FFN has kernel 1 and writes tokens.
                     source = source.flatten(2).transpose(1, 2)
+            stream, source, target = sample_tokens(stream, source, target)
             moments[is_held_out(batch)].add(source, target - stream)
             if pruned:
                 streams[is_held_out(batch)].add(target[..., :1], target)
@@ -356,7 +368,8 @@ class Absorption:
                 # The target becomes the whole output that the layer should have, not only the error before.
                 bias = torch.zeros_like(part.mean_y) if layer.bias is None else layer.bias.detach()
                 part.add_to_target(layer.weight.detach().flatten(1), bias)
-            share = measured_part(*moments).variance() / measured_part(*streams).variance()
+            # Of images of a pixel, the stream may have no variance.
+            share = measured_part(*moments).variance() / max(measured_part(*streams).variance(), 1e-300)
             left = share * prune_and_refit(self.model, place, kept, [moments])
             logits = self.lost_logits.get(place.name)
             self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left, logits=logits))

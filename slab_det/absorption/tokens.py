@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Least number of positions of a map on which a convolution is fitted; the input at each is a patch.
-POSITIONS = 4096
+# Tokens of an image that a fit of a layer reads, and least number of positions of a map that a fit of a convolution
+# reads. With a hundred images the widest layers of a Swin-T have some thirty rows for each column.
+POSITIONS = 1024
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
+def sample_tokens(*parts: Tensor) -> list[Tensor]:
+    """The same tokens of each tensor (B, ..., C), at most ``POSITIONS`` for each of B images, as (N, C)."""
+    count = POSITIONS * len(parts[0])
+    tokens = [part.flatten(0, -2) for part in parts]
+    total = len(tokens[0])
+    if total <= count:
+        return tokens
+    # Multiples of the golden ratio fall evenly, and into every row and column of windows; a fixed step may not.
+    some = (torch.arange(count, dtype=torch.float64) * GOLDEN_RATIO % 1 * total).long()
+    return [part[some.to(part.device)] for part in tokens]
 
 
 def row_step(output: Tensor) -> int:

@@ -13,28 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.runtime.errors import ConversionError
+from slab_det.runtime.memory import available_memory
 from slab_det.runtime.tensors import map_tensors, tensors_in
 
-# Bytes of CPU memory for stored tensors. Half of a GPU's free memory is filled first; the rest goes to files.
+# Bytes of CPU memory for stored tensors where the system does not tell how much is free.
 MEMORY = 2**30
 # Stands for the image among the names of blocks.
 IMAGE = '(image)'
 
 
 class TensorStore:
-    """Stores values that hold tensors by name: on the model's device, then in CPU memory, then in files.
+    """Stores values that hold tensors by name: in half of a GPU's free memory, a quarter of free CPU memory, then in
+    files.
 
     Args:
         folder: Folder of the files.
         device: Device of the model.
 
     Attributes:
-        left: Bytes that may still be used, by device. They start as half of a GPU's free memory and as ``MEMORY``.
+        left: Bytes that may still be used, by device.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         free = {device: torch.cuda.mem_get_info(device)[0] // 2} if device.type == 'cuda' else {}
-        self.left = {**free, torch.device('cpu'): MEMORY}
+        memory = available_memory()
+        self.left = {**free, torch.device('cpu'): MEMORY if memory is None else memory // 4}
         self.folder, self.device = folder, device
         # The device and the value, or None and the file.
         self.values: dict[str, tuple[torch.device | None, object]] = {}

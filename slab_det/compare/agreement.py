@@ -27,6 +27,8 @@ LOSS_EVIDENCE = 'Of 71 students, 87 % lost at most 1 AP more than expected.'
 ASSUMED_AP = 0.5
 # A student with this agreement loses less than can be measured, 0.002 AP of 0.5.
 LEAST_AGREEMENT = 0.95
+# With fewer detections of the teacher, an agreement is off by 0.03 and more.
+FEW_DETECTIONS = 50
 # Number of groups of images in :func:`agreement_error`.
 GROUPS = 10
 _RECALLS = np.linspace(0.0, 1.0, 101)
@@ -179,8 +181,18 @@ def expected_loss(value: float, ap: float = ASSUMED_AP) -> float:
     return min(LOSS * (ap * (1 - value)) ** 2, ap)
 
 
-def describe_loss(value: float) -> str:
-    """Says what an agreement means where the teacher's AP is not known."""
+def describe_loss(value: float, num_detections: int, held_out: bool = True) -> str:
+    """Says what an agreement means where the teacher's AP is not known.
+
+    Args:
+        value: The agreement.
+        num_detections: Number of the teacher's detections that it rests on.
+        held_out: Whether the images were held out from all fits.
+    """
+    if not held_out:
+        return 'the loss of AP is unknown, because nothing was held out: give at least 5 batches of images'
+    if num_detections < FEW_DETECTIONS:
+        return f'the loss of AP is unknown, because {num_detections} detections are too few: give more images'
     return f'AP about {100 * expected_loss(value):.1f} lower if the teacher has {100 * ASSUMED_AP:.0f}'
 
 

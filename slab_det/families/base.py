@@ -114,8 +114,18 @@ class Family(ABC):
         return isinstance(detector, cls.base) and type(getattr(detector, cls.part, None)) in cls.absorbed
 
     @classmethod
-    def find_regions(cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample]) -> Regions:
-        """Finds the regions of a batch (B, 3, H, W), in pixels of ``images``."""
+    def find_regions(
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], all_regions: bool = False
+    ) -> Regions:
+        """Finds the regions of a batch (B, 3, H, W), in pixels of ``images``.
+
+        Args:
+            detector: A detector of this family.
+            images: The images.
+            samples: Their shapes.
+            all_regions: Whether the heads read as many regions as in a test; by default at most ``PROPOSALS`` and
+                ``DETECTIONS`` for each image (:mod:`slab_det.families.regions`).
+        """
         raise NotImplementedError
 
     @classmethod

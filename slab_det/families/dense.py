@@ -68,7 +68,9 @@ class Dense(BoxFamily):
 
     @classmethod
     @torch.no_grad()
-    def find_regions(cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample]) -> Regions:
+    def find_regions(
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], all_regions: bool = False
+    ) -> Regions:
         return Regions(weigh_positions(detector.bbox_head(detector.extract_feat(images))[0]))
 
     @classmethod

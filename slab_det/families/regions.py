@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# Most regions for a box head and for a mask head, those of the highest scores, in an image that is not the first.
+PROPOSALS, DETECTIONS = 256, 32
+
 
 class Regions(NamedTuple):
     """What a teacher finds in a batch, and where fits of the heads look.

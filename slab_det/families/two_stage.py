@@ -32,7 +32,7 @@ from slab_det.families.base import (
 from slab_det.families.channels import tower_channels
 from slab_det.families.layers import FusedConv, linear_relu
 from slab_det.families.operators import EMPTY, BoxOperators, can_pool, flat
-from slab_det.families.regions import Regions, weigh_positions
+from slab_det.families.regions import DETECTIONS, PROPOSALS, Regions, weigh_positions
 from slab_det.norms.folds import Channels, register_folds
 
 # The methods that predict: a subclass may override any other method.
@@ -92,10 +92,14 @@ class TwoStage(BoxFamily):
 
     @classmethod
     @torch.no_grad()
-    def find_regions(cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample]) -> Regions:
+    def find_regions(
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], all_regions: bool = False
+    ) -> Regions:
         maps, metas, roi_head = detector.extract_feat(images), [s.metainfo for s in samples], detector.roi_head
         weights = weigh_positions(detector.rpn_head(maps)[0])
         proposals = detector.rpn_head.predict(maps, samples, rescale=False)
+        if not all_regions:
+            proposals = [part[:PROPOSALS] for part in proposals]
         rois, extractors = bbox2roi([part.bboxes for part in proposals]), _stages(roi_head.bbox_roi_extractor)
         stages = []
         with ExitStack() as stack:
@@ -104,7 +108,8 @@ class TwoStage(BoxFamily):
                 stack.callback(hook.remove)
             found = roi_head.predict_bbox(maps, metas, proposals, roi_head.test_cfg, rescale=False)
         # Without proposals no box head runs.
-        return Regions(weights, stages or [rois] * len(extractors), bbox2roi([part.bboxes for part in found]))
+        count = None if all_regions else DETECTIONS
+        return Regions(weights, stages or [rois] * len(extractors), bbox2roi([part.bboxes[:count] for part in found]))
 
     @classmethod
     def run_heads(cls, detector: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:

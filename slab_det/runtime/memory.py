@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,18 @@ def release_memory() -> None:
     """Returns freed memory to the system: glibc keeps as much as is in use, in pieces that fit no later step."""
     if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
         trim(0)
+
+
+def available_memory() -> int | None:
+    """The bytes of memory that this process, in its container, can still take; None where the system does not tell."""
+    try:
+        free = _kilobytes(Path('/proc/meminfo'), 'MemAvailable') * 1024
+    except OSError:
+        return None
+    group = Path('/sys/fs/cgroup')
+    with suppress(OSError, ValueError):  # no container, or no limit: 'max'
+        free = min(free, int((group / 'memory.max').read_text()) - int((group / 'memory.current').read_text()))
+    return max(0, free)
 
 
 @dataclass

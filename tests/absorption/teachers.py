@@ -22,13 +22,27 @@ BACKBONES = {
 }
 
 
+def shrink_heads(cfg):
+    """Narrow heads and few regions: on so small images, most of the time of an absorption is theirs."""
+    cfg.neck.out_channels = 32
+    cfg.rpn_head.update(in_channels=32, feat_channels=32)
+    cfg.test_cfg.rpn.max_per_img = 50
+    cfg.test_cfg.rcnn.max_per_img = 20
+    heads = cfg.roi_head
+    heads.bbox_roi_extractor.out_channels = 32
+    heads.bbox_head.update(in_channels=32, fc_out_channels=64)
+    if heads.mask_head:
+        heads.mask_roi_extractor.out_channels = 32
+        heads.mask_head.in_channels = 32
+
+
 def build_teacher(backbone='SLABSwin', detector='mask_rcnn', **options):
     """A detector with one of BACKBONES and random weights; its attribute cfg is its config."""
     cfg = build_detector_cfg(detector, **SWIN)
     cfg.backbone = copy.deepcopy(BACKBONES[backbone] | options)
     # A PVT stage has embed_dims channels per head.
     cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
-    cfg.test_cfg.rcnn.max_per_img = 20
+    shrink_heads(cfg)
     model = as_trained(MODELS.build(cfg))
     model.cfg = cfg
     return model

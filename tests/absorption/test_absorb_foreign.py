@@ -116,7 +116,7 @@ def test_the_reported_error_of_a_writer_is_its_error_on_held_out_images(bias):
     torch.manual_seed(0)
     model = Plain().eval().double()
     model.down = nn.Linear(16, 8, bias=bias).double()
-    images = [image.double() for image in pictures(10)]
+    images = [image.double() for image in pictures(10, (30, 34))]
     student = absorb(model, images, keep=0, progress=False)
     not_fitted = copy.deepcopy(student)
     not_fitted.down = model.down

@@ -109,7 +109,7 @@ def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     report = student.absorption_report
     assert counts == {place.place: place.kept for place in report.pruned} == student.fusion_report.channels
     before, after = report.multiply_adds
-    assert after == survey.multiply_adds(counts) and share - 0.1 < after / before <= share
+    assert after == survey.multiply_adds(counts) and share - 0.15 < after / before <= share
     assert layer_norms(student) == (layer_norms(teacher) if keep else [])
     assert f'{after / before:.0%}' in str(report)
     if teacher.cfg.type == 'RetinaNet':
@@ -171,7 +171,7 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
                     (net.extract_feat(image), *outputs_of_heads(net)), (maps, *outputs_of_heads(model)), strict=True
                 )
             ]
-            assert max(losses) < 2e-2 if net is student else min(losses) > 0.1, losses
+            assert max(losses) < 3e-2 if net is student else min(losses) > 0.1, losses
 
 
 @pytest.mark.parametrize('build', [build_teacher, build_single_stage, build_cascade])
@@ -294,6 +294,18 @@ def test_auto_takes_the_least_share_that_agrees(monkeypatch, capsys):
     student = absorb(model, IMAGES, keep='all', channels='auto')
     assert not student.absorption_report.pruned and student.absorption_report.agreement == pytest.approx(1)
     assert re.findall(r'(0.\d+) of the multiply-adds left: agreement', capsys.readouterr().out) == ['0.97']
+
+
+def test_the_search_for_a_share_fits_students_on_the_first_batches(tmp_path):
+    model = build_teacher('SLABSwin', 'faster_rcnn')
+    plan = make_plan(model, IMAGES, tmp_path, channels='everywhere', norms=False)
+    short, counts = plan.shorten(3), {'backbone.stages.3.blocks.0.ffn': 128}
+    assert plan.shorten(5) is plan and short.images.count == 3
+    student, other = (absorb_norms(part, channels=counts, progress=False) for part in (short, plan))
+    expected = absorb_norms(
+        make_plan(model, IMAGES[:3], tmp_path, channels='everywhere', norms=False), channels=counts, progress=False
+    )
+    assert differing(student, other) and not differing(student, expected)
 
 
 def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):

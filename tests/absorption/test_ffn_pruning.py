@@ -69,7 +69,7 @@ def test_redundant_channels_are_pruned(teacher, backbone):
 @pytest.mark.parametrize('backbone', ['SLABSwin', 'BN+FFNBN', 'FFN norm', 'PyramidVisionTransformer'])
 def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, backbone, tmp_path):
     model = teacher(backbone)
-    student = absorb(slab_det.fuse(model), pictures(10), keep=0, ffn=0.75, progress=False)
+    student = absorb(slab_det.fuse(model), pictures(5), keep=0, ffn=0.75, progress=False)
     assert not layer_norms(student) and student.absorption_report.pruned
     checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
     if backbone == 'BN+FFNBN':

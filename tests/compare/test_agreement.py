@@ -14,6 +14,7 @@ from slab_det.compare.agreement import (
     Detections,
     agreement,
     agreement_error,
+    describe_loss,
     detect,
     expected_loss,
     least_agreement,
@@ -178,6 +179,12 @@ def test_standard_error_is_the_jackknifes() -> None:
     assert agreement_error(reference, other) == pytest.approx(expected, rel=1e-12) and expected > 0.01
     assert agreement_error(reference, reference) == 0
     assert agreement_error(reference[:1], other[:1]) == np.inf
+
+
+def test_no_loss_is_announced_from_few_detections_or_from_images_that_were_fitted():
+    assert describe_loss(0.9, 500) == 'AP about 0.7 lower if the teacher has 50'
+    assert '8 detections are too few' in describe_loss(0.999, 8)
+    assert 'nothing was held out' in describe_loss(0.999, 500, held_out=False)
 
 
 def test_the_expected_loss_grows_with_the_square_of_the_teachers_ap():

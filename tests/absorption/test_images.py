@@ -1,0 +1,45 @@
+"""The images that an absorption reads: crops of large ones, and which tokens and regions of them."""
+
+import pytest
+import torch
+from conftest import pictures
+from teachers import build_teacher
+
+from slab_det.absorption import images as reading
+from slab_det.absorption.images import read_images
+from slab_det.absorption.tokens import POSITIONS, sample_tokens
+from slab_det.attention import ShiftedWindowAttention
+from slab_det.backbones.adopt import adopt
+
+
+@pytest.mark.parametrize('backbone', ['SLABSwin', 'SwinTransformer', 'SLABPVT'])
+def test_large_images_are_cropped_at_windows_unless_positions_count(backbone, tmp_path, monkeypatch):
+    model, batches = build_teacher(backbone), pictures(4, (256, 700))
+    adopt(model)
+    windows = [module.w_msa.window_size for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
+    monkeypatch.setattr(reading, 'PIXELS', 4 * 224 * 300)
+    images = read_images(model, batches, tmp_path, heads=True)
+    stored = [images.store.get(str(i)) for i in range(4)]
+    assert torch.equal(stored[0], batches[0]), 'multiply-adds are counted on the first'
+    assert all(one is batches[3] or len(images.held_out) == 4 for one in images.held_out[3:])
+    for batch, image in zip(batches[1:], stored[1:], strict=True):
+        if not windows:
+            assert torch.equal(image, batch)
+            continue
+        places = [(y, x) for y in (0, 224) for x in (0, 224, 448, 672)]
+        height, width = image.shape[-2:]
+        assert image.numel() < 0.7 * batch.numel()
+        assert any(torch.equal(batch[..., y : y + height, x : x + width], image) for y, x in places)
+    for image, regions in zip(stored, images.regions, strict=True):
+        assert regions.weights[0].shape[-2:] == torch.Size(-(-side // 4) for side in image.shape[-2:])
+        assert regions.proposals[0][:, 3].max() <= image.shape[-1]
+
+
+def test_sampled_tokens_fall_into_every_row_and_column_of_a_window():
+    places = torch.stack(torch.meshgrid(torch.arange(112), torch.arange(168), indexing='ij'), -1).flatten(0, 1)
+    (some, again) = sample_tokens(places[None], places[None])
+    assert len(some) == POSITIONS and torch.equal(some, again)
+    for counts in (torch.bincount(some[:, axis] % 7) for axis in (0, 1)):
+        assert counts.min() > 0.8 * POSITIONS / 7
+    few = torch.randn(2, 5, 3)
+    assert torch.equal(sample_tokens(few)[0], few.flatten(0, 1))
