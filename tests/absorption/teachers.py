@@ -36,13 +36,14 @@ def shrink_heads(cfg):
         heads.mask_head.in_channels = 32
 
 
-def build_teacher(backbone='SLABSwin', detector='mask_rcnn', **options):
+def build_teacher(backbone='SLABSwin', detector='mask_rcnn', narrow=True, **options):
     """A detector with one of BACKBONES and random weights; its attribute cfg is its config."""
     cfg = build_detector_cfg(detector, **SWIN)
     cfg.backbone = copy.deepcopy(BACKBONES[backbone] | options)
     # A PVT stage has embed_dims channels per head.
     cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
-    shrink_heads(cfg)
+    if narrow:
+        shrink_heads(cfg)
     model = as_trained(MODELS.build(cfg))
     model.cfg = cfg
     return model

@@ -62,9 +62,9 @@ def build_cascade():
 
 
 TEACHERS = {
-    'SLABSwin': lambda: build_teacher('SLABSwin'),
-    'SwinTransformer': lambda: build_teacher('SwinTransformer', 'faster_rcnn'),
-    'PyramidVisionTransformer': lambda: build_teacher('PyramidVisionTransformer', 'faster_rcnn'),
+    'SLABSwin': lambda: build_teacher('SLABSwin', narrow=False),
+    'SwinTransformer': lambda: build_teacher('SwinTransformer', 'faster_rcnn', narrow=False),
+    'PyramidVisionTransformer': lambda: build_teacher('PyramidVisionTransformer', 'faster_rcnn', narrow=False),
     'RetinaNet': build_single_stage,
     'ATSS': lambda: build_single_stage('atss/atss_r50_fpn_1x_coco', norm_cfg=dict(type='GN', num_groups=4)),
     'FCOS': lambda: build_single_stage(
@@ -109,7 +109,7 @@ def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     report = student.absorption_report
     assert counts == {place.place: place.kept for place in report.pruned} == student.fusion_report.channels
     before, after = report.multiply_adds
-    assert after == survey.multiply_adds(counts) and share - 0.15 < after / before <= share
+    assert after == survey.multiply_adds(counts) and share - 0.1 < after / before <= share
     assert layer_norms(student) == (layer_norms(teacher) if keep else [])
     assert f'{after / before:.0%}' in str(report)
     if teacher.cfg.type == 'RetinaNet':
@@ -138,7 +138,8 @@ def add_twins(model, places):
 
 @pytest.mark.parametrize('build', [build_teacher, TEACHERS['ATSS'], build_rtmdet])
 def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build, tmp_path):
-    model = build(act_cfg=dict(type='ReLU')) if build is build_teacher else build()
+    # Narrow heads have too few channels for a close fit.
+    model = build(narrow=False, act_cfg=dict(type='ReLU')) if build is build_teacher else build()
     model = model.double()
     # At other places neither layers nor ReLU keep the pairs.
     places = [place for place in find_channels(model).values() if place.tokens or 'head' in place.name]
@@ -171,7 +172,7 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
                     (net.extract_feat(image), *outputs_of_heads(net)), (maps, *outputs_of_heads(model)), strict=True
                 )
             ]
-            assert max(losses) < 3e-2 if net is student else min(losses) > 0.1, losses
+            assert max(losses) < 2e-2 if net is student else min(losses) > 0.1, losses
 
 
 @pytest.mark.parametrize('build', [build_teacher, build_single_stage, build_cascade])
