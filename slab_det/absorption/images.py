@@ -23,8 +23,9 @@ from slab_det.runtime.errors import ConversionError
 
 # Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.
 HELD_OUT = 5
-# Pixels of all images that the fits read: a hundred crops of 448x672.
-PIXELS = 100 * 448 * 672
+# Pixels of an image that the fits read, and fewest of all images: of fewer than forty images more is read.
+CROP = 448 * 672
+PIXELS = 40 * CROP
 # Side of a pixel of the coarsest stage of a backbone.
 STRIDE = 32
 
@@ -83,7 +84,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     for index, batch in enumerate(one_pass(batches)):
         inputs, samples = prepare(batch)
         if index and unit and inputs.ndim == 4:
-            inputs, samples = _crop(inputs, samples, PIXELS / number / len(inputs), unit, index)
+            inputs, samples = _crop(inputs, samples, max(CROP, PIXELS / number / len(inputs)), unit, index)
         if heads:
             find_regions = find_absorbed(model).find_regions
             regions.append(find_regions(model, inputs, samples, all_regions=not index))

@@ -17,7 +17,8 @@ def test_large_images_are_cropped_at_windows_unless_positions_count(backbone, tm
     model, batches = build_teacher(backbone), pictures(4, (256, 700))
     adopt(model)
     windows = [module.w_msa.window_size for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
-    monkeypatch.setattr(reading, 'PIXELS', 4 * 224 * 300)
+    monkeypatch.setattr(reading, 'CROP', 224 * 300)
+    monkeypatch.setattr(reading, 'PIXELS', 0)
     images = read_images(model, batches, tmp_path, heads=True)
     stored = [images.store.get(str(i)) for i in range(4)]
     assert torch.equal(stored[0], batches[0]), 'multiply-adds are counted on the first'
