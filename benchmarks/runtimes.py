@@ -344,7 +344,10 @@ def main() -> None:
     parser.add_argument('--threads', type=int, default=2)
     parser.add_argument('--out', type=Path, default=FOLDER / 'runtimes.json')
     parser.add_argument('--figure', type=Path, metavar='SVG', help='draw whole detectors at the first size, and exit')
+    parser.add_argument('--processors', action='store_true', help='print the table of processors, and exit')
     args = parser.parse_args()
+    if args.processors:
+        return print(processors_table())
     if args.figure:
         return draw(Results(args.out).select(size=args.sizes[0], scope='detector'), args.figure)
     runtimes = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}

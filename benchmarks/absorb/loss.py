@@ -3,13 +3,15 @@
     python -m benchmarks.absorb.loss
 
 Students whose heads lost channels, too, are left out of the fit and listed: their boxes move a little, which agreement
-counts and AP hardly does, so that their agreement announces more than they lose.
+counts and AP hardly does, so that their agreement announces more than they lose. Students of a form that is gone are
+left out altogether.
 The model is `loss = c (AP (1 - agreement))^2`, AP being the teacher's, all from 0 to 1. Each file is also predicted
 from the others: a c that only fits the detectors it was fitted to would err there.
 """
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,9 @@ import numpy as np
 from benchmarks.results import FOLDER
 from slab_det.compare.agreement import expected_loss
 from slab_det.measure.markdown import format_table
+
+# Students of a form that is gone: with a matrix A beside each pruned FFN.
+ABANDONED = re.compile(r'\bA\b')
 
 
 class Students(NamedTuple):
@@ -38,7 +43,7 @@ def read_students(file: Path, with_heads: bool = False) -> Students | None:
     rows = json.loads(file.read_text())['rows']
     teachers = {row['seed']: row['AP'] for row in rows if row.get('name') == 'teacher'}
     students = [row for row in rows if {'AP', 'agreement'} <= row.keys() and row['seed'] in teachers]
-    students = [row for row in students if ('share' in row) == with_heads]
+    students = [row for row in students if ('share' in row) == with_heads and not ABANDONED.search(row['name'])]
     if not students:
         return None
     teacher = np.array([teachers[row['seed']] for row in students])

@@ -18,7 +18,7 @@ from benchmarks.norms.run import publish
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
 from benchmarks.quickstart import table as quickstart_table
 from benchmarks.results import FOLDER, ROOT, Results
-from benchmarks.runtimes import channels_table
+from benchmarks.runtimes import channels_table, processors_table
 from benchmarks.runtimes import table as runtimes_table
 from slab_det.compare.agreement import LOSS, LOSS_EVIDENCE
 
@@ -323,13 +323,9 @@ def test_times_on_other_cpus_are_the_stored_results():
     times = {row['form']: row['to_mmdet'] for row in epyc if row['name'] == 'Swin-T, LayerNorm'}
     low, deployed = times['OpenVINO, bfloat16'], times['deployed, bfloat16']
     assert f'{low:.2f} with AVX-512 alone (deployed: {deployed:.2f})' in page
-    assert f'{low:.2f} without ({deployed:.2f})' in readme
-    named = [
-        [row['to_mmdet'] for row in rows if row['form'] == 'deployed' and 'LayerNorm' in row['name']]
-        for rows in (epyc, avx2)
-    ]
-    said = 'Swin-T {:.2f}, PVT-S {:.2f} (AVX-512); {:.2f}, {:.2f} (AVX2)'.format(*named[0], *named[1])
-    assert said in readme
+    assert processors_table() in (ROOT / 'README.md').read_text(), processors_table()
+    ap = {row['form']: f'{100 * row["segm"]:.1f}' for row in load('int8').rows if row['name'] == 'hard, LayerNorm'}
+    assert f'in int8 {ap["int8"]}, of {ap["float32"]}' in readme
 
 
 def test_tables_of_the_gpu_are_the_stored_results():

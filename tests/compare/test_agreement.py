@@ -182,15 +182,17 @@ def test_standard_error_is_the_jackknifes() -> None:
 
 
 def test_no_loss_is_announced_from_few_detections_or_from_images_that_were_fitted():
-    assert describe_loss(0.9, 500) == 'AP about 0.7 lower if the teacher has 50'
+    assert describe_loss(0.9, 500) == 'AP about 0.6 lower if the teacher has 50'
     assert '8 detections are too few' in describe_loss(0.999, 8)
     assert 'nothing was held out' in describe_loss(0.999, 500, held_out=False)
 
 
 def test_the_expected_loss_grows_with_the_square_of_the_teachers_ap():
     # Rows of a study that the constant was not fitted to: hard teachers with an AP of 0.222 and 0.254, one seed each.
-    for ap, value, loss in ((0.222, 0.748, 0.012), (0.222, 0.647, 0.026), (0.254, 0.720, 0.017), (0.254, 0.656, 0.028)):
-        assert expected_loss(value, ap) == pytest.approx(loss, abs=0.01)
+    rows = ((0.222, 0.748, 0.012), (0.222, 0.647, 0.026), (0.254, 0.720, 0.017), (0.254, 0.656, 0.028))
+    errors = [expected_loss(value, ap) - loss for ap, value, loss in rows]
+    # The error of the law, as LOSS_EVIDENCE's table has it.
+    assert np.sqrt(np.mean(np.square(errors))) <= 0.009, errors
     assert expected_loss(1.0) == 0 and expected_loss(0.8, 0.2) == pytest.approx(expected_loss(0.8, 0.4) / 4)
     assert least_agreement(expected_loss(0.83, 0.3), 0.3) == pytest.approx(0.83)
     # Nobody can lose more than there is.
