@@ -216,7 +216,7 @@ def test_a_student_that_can_be_compared_in_nothing_is_refused(small_detector):
     teacher.rpn_head = teacher.roi_head = None
     maps = [map_[:, :8] for map_ in teacher.extract_feat(images)]
     with pytest.raises(ConversionError, match='different channels, and its heads are not compared'):
-        Distillation(teacher)(None, maps, images, [])
+        Distillation(teacher)(copy.deepcopy(teacher), maps, images, [])
 
 
 def test_without_a_task_loss_no_labels_are_read(absorbed):
