@@ -25,13 +25,15 @@ def mute_log() -> Iterator[None]:
     # mmengine's loggers pass nothing on to the root logger.
     loggers = [logging.root, MMLogger.get_current_instance(), *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, 'handlers', ())} | {logging.lastResort}
-    for handler in handlers:
-        handler.addFilter(is_heard)
+    # logging.warning makes the first handler of the root logger.
+    filtered = [*handlers, logging.root]
+    for part in filtered:
+        part.addFilter(is_heard)
     try:
         yield
     finally:
-        for handler in handlers:
-            handler.removeFilter(is_heard)
+        for part in filtered:
+            part.removeFilter(is_heard)
 
 
 class _MutedThreads:

@@ -28,6 +28,17 @@ class Heard(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+def test_the_first_handler_of_the_root_logger_is_muted_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    # ONNX Runtime's quantizer calls logging.warning, which makes a handler where there is none.
+    monkeypatch.setattr(logging.root, 'handlers', [])
+    with mute_log():
+        logging.warning('muted')
+    logging.warning('heard')
+    assert 'muted' not in capsys.readouterr().err
+
+
 def test_logs_of_other_threads_pass() -> None:
     loggers, heard = [logging.getLogger('ours'), MMLogger.get_current_instance()], Heard()
     # mmengine's loggers pass nothing on to the root logger.
