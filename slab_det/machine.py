@@ -42,9 +42,7 @@ class Machine:
     @cached_property
     def instructions(self) -> tuple[str, ...]:
         """The vector instructions of the CPU from AVX2 on, such as 'avx512_bf16'; () where Linux does not tell them."""
-        cpuinfo = Path('/proc/cpuinfo')
-        text = cpuinfo.read_text(errors='replace') if cpuinfo.is_file() else ''
-        return tuple(sorted({*re.findall(r'\b(?:avx2|avx_vnni|avx512\w*|amx_\w+)', text)}))
+        return tuple(sorted({*re.findall(r'\b(?:avx2|avx_vnni|avx512\w*|amx_\w+)', read_cpuinfo())}))
 
     @cached_property
     def openvino_precisions(self) -> tuple[str, ...]:
@@ -59,6 +57,12 @@ class Machine:
         # Only Linux tells the affinity; os.cpu_count counts the processors of the host.
         count = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
         return max(1, min(count, math.ceil(_read_quota(count))))
+
+
+def read_cpuinfo() -> str:
+    """What Linux tells of the processors; '' elsewhere."""
+    cpuinfo = Path('/proc/cpuinfo')
+    return cpuinfo.read_text(errors='replace') if cpuinfo.is_file() else ''
 
 
 def _read_quota(default: float) -> float:

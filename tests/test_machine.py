@@ -62,6 +62,14 @@ def test_processors_are_those_of_the_quota(texts, expected, tmp_path, monkeypatc
     assert Machine().processors == expected
 
 
+def test_instructions_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'flags\t\t: fpu sse4_2 avx avx2 fma avx512f avx512_bf16 amx_tile amx_bf16\n'
+    monkeypatch.setattr(machine, 'read_cpuinfo', lambda: text + text)
+    assert Machine().instructions == ('amx_bf16', 'amx_tile', 'avx2', 'avx512_bf16', 'avx512f')
+    monkeypatch.setattr(machine, 'read_cpuinfo', lambda: '')
+    assert Machine().instructions == ()
+
+
 def test_more_threads_than_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.MACHINE, 'processors', 2)
     check_threads(2)

@@ -1,8 +1,7 @@
-"""Describes the environment of a measurement: versions, device and threads."""
+"""Describes the environment of a measurement: versions, device, instructions of the CPU and threads."""
 
 import platform
 import re
-from pathlib import Path
 
 import mmcv
 import mmdet
@@ -11,7 +10,7 @@ import torch
 import torchvision
 
 import slab_det
-from slab_det.machine import MACHINE
+from slab_det.machine import MACHINE, read_cpuinfo
 
 
 def device_name(device: torch.device | str) -> str:
@@ -20,9 +19,7 @@ def device_name(device: torch.device | str) -> str:
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     # On most Linux distributions platform.processor() is empty or 'x86_64'.
-    cpuinfo = Path('/proc/cpuinfo')
-    text = cpuinfo.read_text(errors='replace') if cpuinfo.is_file() else ''
-    fields = dict(re.findall(r'^(.+?)\s*: (.*?)\s*$', text, flags=re.MULTILINE))
+    fields = dict(re.findall(r'^(.+?)\s*: (.*?)\s*$', read_cpuinfo(), flags=re.MULTILINE))
     if 'model name' not in fields:
         return platform.processor() or platform.machine()
     # Virtual machines name every EPYC generation 'AMD EPYC'; family and model tell them apart.
@@ -30,7 +27,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def describe_environment(device: torch.device | str = 'cpu') -> dict:
-    """Returns the versions of the libraries, the device name, the number of CPU threads and the TF32 settings."""
+    """Returns versions of libraries, the name of the device, the CPU's instructions and threads, and TF32 settings."""
     libraries = (torch, torchvision, mmengine, mmcv, mmdet, slab_det)
     versions = {library.__name__: library.__version__ for library in libraries}
     return {

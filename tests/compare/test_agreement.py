@@ -191,8 +191,8 @@ def test_the_expected_loss_grows_with_the_square_of_the_teachers_ap():
     # Rows of a study that the constant was not fitted to: hard teachers with an AP of 0.222 and 0.254, one seed each.
     rows = ((0.222, 0.748, 0.012), (0.222, 0.647, 0.026), (0.254, 0.720, 0.017), (0.254, 0.656, 0.028))
     errors = [expected_loss(value, ap) - loss for ap, value, loss in rows]
-    # The error of the law, as LOSS_EVIDENCE's table has it.
-    assert np.sqrt(np.mean(np.square(errors))) <= 0.009, errors
+    # The error of the law, as LOSS_EVIDENCE's table has it, and no row far beyond it.
+    assert np.sqrt(np.mean(np.square(errors))) <= 0.009 and max(map(abs, errors)) <= 0.011, errors
     assert expected_loss(1.0) == 0 and expected_loss(0.8, 0.2) == pytest.approx(expected_loss(0.8, 0.4) / 4)
     assert least_agreement(expected_loss(0.83, 0.3), 0.3) == pytest.approx(0.83)
     # Nobody can lose more than there is.

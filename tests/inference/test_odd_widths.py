@@ -16,8 +16,7 @@ from slab_det.export import ExportError, export_onnx, load_runtime, quantize_onn
 from slab_det.export import runtime as export_runtime
 from slab_det.export.int8_sums import SIDE, cuts_off_sums
 
-WIDTHS = range(8, 65, 4)
-BFLOAT16, FLOAT32 = (torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float32))
+BFLOAT16 = torch.finfo(torch.bfloat16).eps
 
 
 def rms(found, expected):
