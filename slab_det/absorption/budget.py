@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slab_det.absorption.images import is_held_out
+from slab_det.absorption.images import WHOLE, is_held_out
 from slab_det.absorption.maps import rank_maps, sensitivity
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.regression import CrossMoments, join_channels, lost_logits, rank_channels
@@ -52,7 +52,7 @@ class Survey:
 
     Attributes:
         places: By name.
-        total: Multiply-adds of the first image, in the backbone, the neck and the heads that absorption runs.
+        total: Multiply-adds of the first batch, whole, in the backbone, the neck and the heads that absorption runs.
         unknown: Names of the places that too few tokens of the images reach, so that all of their channels stay.
         layers: For each layer that reads or writes hidden channels: its multiply-adds, and the names of the places that
             it reads and writes.
@@ -60,10 +60,8 @@ class Survey:
 
     def __init__(self, plan: AbsorptionPlan) -> None:
         model = copy_teacher(plan)
-        forward, image = plan.forward(model), plan.images.store.get('0')
-        self.total = count_multiply_adds(lambda: forward(image, 0))
-        with torch.no_grad(), LayerCosts() as costs:
-            forward(image, 0)
+        with LayerCosts() as costs:
+            self.total = self.count(plan, model)
         steps = {step.place: step for steps in plan.blocks.values() for step in steps if step.place}
         found = {name: place for name, place in find_channels(model).items() if name in steps and not place.reason}
         losses = estimate_losses(plan, model, found)
@@ -124,7 +122,8 @@ class Survey:
 
     def count(self, plan: AbsorptionPlan, student: nn.Module) -> int:
         """The multiply-adds of a student, counted as :attr:`total` is."""
-        return count_multiply_adds(lambda: plan.forward(student)(plan.images.store.get('0'), 0))
+        image = plan.images.store.get(str(WHOLE))
+        return count_multiply_adds(lambda: plan.forward(student)(image, WHOLE))
 
     def least_share(self) -> float:
         """The share of the multiply-adds that is left with the fewest channels in every place."""

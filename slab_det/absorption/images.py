@@ -23,9 +23,11 @@ from slab_det.runtime.errors import ConversionError
 
 # Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.
 HELD_OUT = 5
-# Pixels of an image that the fits read, and fewest of all images: of fewer than forty images more is read.
+# Pixels, and shares of the regions of an image, that the fits read of all images: of more images less of each.
 CROP = 448 * 672
-PIXELS = 40 * CROP
+IMAGES = 40
+# Stands for the whole first batch among the indices of batches.
+WHOLE = -1
 # Side of a pixel of the coarsest stage of a backbone.
 STRIDE = 32
 
@@ -44,19 +46,19 @@ class Images(NamedTuple):
     """The images of an absorption.
 
     Attributes:
-        store: The image tensor of each batch, by the index of the batch; of a large image a crop, but the first batch,
-            on which multiply-adds are counted, is whole.
+        store: The image tensor of each batch, by the index of the batch: of a large image a crop. ``WHOLE`` is the
+            index of the first batch without a crop, on which multiply-adds are counted.
         count: Number of batches.
         held_out: Every fifth batch, as the loader yielded it; all batches where there are fewer than five.
         digest: Digest of the image tensors.
-        regions: The regions of each batch at which heads run; empty if they are not needed.
+        regions: The regions of each batch at which heads run, by its index; empty if they are not needed.
     """
 
     store: TensorStore
     count: int
     held_out: Batches
     digest: hashlib._Hash
-    regions: list[Regions]
+    regions: dict[int, Regions]
 
 
 def is_held_out(index: int) -> bool:
@@ -77,17 +79,22 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
         ConversionError: If there is no batch.
     """
     store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
-    first, held_out, regions = [], Batches(), []
+    first, held_out, regions = [], Batches(), {}
     held_out.dataset = getattr(batches, 'dataset', None)
     prepare, unit = prepare_inputs(model, batches), _crop_unit(model)
     number = len(batches) if isinstance(batches, Sized) else 100
+    find_regions = find_absorbed(model).find_regions if heads else None
     for index, batch in enumerate(one_pass(batches)):
         inputs, samples = prepare(batch)
-        if index and unit and inputs.ndim == 4:
-            inputs, samples = _crop(inputs, samples, max(CROP, PIXELS / number / len(inputs)), unit, index)
+        share = IMAGES / number / len(inputs)
+        if index == 0:
+            store.put(str(WHOLE), inputs)
+            if heads:
+                regions[WHOLE] = find_regions(model, inputs, samples, math.inf)
+        if unit and inputs.ndim == 4:
+            inputs, samples = _crop(inputs, samples, share * CROP, unit, index)
         if heads:
-            find_regions = find_absorbed(model).find_regions
-            regions.append(find_regions(model, inputs, samples, all_regions=not index))
+            regions[index] = find_regions(model, inputs, samples, min(1.0, share))
         store.put(str(index), inputs)
         digest.update(to_bytes(inputs))
         count = index + 1

@@ -18,7 +18,14 @@ from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.refit import prune_and_refit, refit
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, reduce_rank
-from slab_det.absorption.tokens import input_tokens, output_tokens, sample_patches, sample_rows, sample_tokens
+from slab_det.absorption.tokens import (
+    apply_to_columns,
+    input_tokens,
+    output_tokens,
+    sample_patches,
+    sample_rows,
+    sample_tokens,
+)
 from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import HiddenChannels, find_channels, output_parameters, resize_channels
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report
@@ -177,7 +184,10 @@ class Absorption:
     def fit_block(self, block: str) -> None:
         """Fits the norms and layers of a block, in the order of the forward."""
         is_read = any(block in names for names in self.plan.reads.values())
+        is_last = block == [*self.plan.blocks][-1]
         for step in self.plan.blocks[block]:
+            if is_last and step.finishes == block:
+                step = step._replace(finishes='')
             # The modules that teacher and student finish during the fit, which saves a run after it. No fit changes the
             # teacher's output. The student's output is not final before the fit, so the student finishes a block only
             # if no other block reads its values: then the shape of the output is enough.
@@ -294,14 +304,14 @@ class Absorption:
             return
         for batch in self.batches():
             (targets,) = self._run_head(self.teacher, batch, block, [step.target])
-            own = self._run_head(self.student, batch, block, [step.source, step.target])
-            calls = zip(targets, *own, strict=True)
-            for level, (target, source, output) in enumerate(calls):
+            (sources,) = self._run_head(self.student, batch, block, [step.source])
+            for level, (target, source) in enumerate(zip(targets, sources, strict=True)):
                 weight = self.plan.images.regions[batch].position_weights(block, level)
                 weight = None if weight is None else output_tokens(weight)
-                error = output_tokens(target - output)
-                moments[is_held_out(batch)].add(input_tokens(layer, source, output), error, weight)
-            del targets, own, calls, target, source, output, error
+                inputs = input_tokens(layer, source, target)
+                error = output_tokens(target) - apply_to_columns(layer, inputs)
+                moments[is_held_out(batch)].add(inputs, error, weight)
+            del targets, sources, target, source, inputs, error
         _check_finite(step.name, *moments)
         self.report.refits[step.name] = refit(layer, *moments)
 
@@ -317,23 +327,23 @@ class Absorption:
         """Prunes channels of a head, and fits the layers that read them so that their outputs are the teacher's."""
         levels = place.readers_of_levels
         moments = [_empty_moments(self.plan.int8) for _ in levels]
-        probes = [Probe(names[0], side) for names in levels for side in ('input', 'output')]
+        inputs = [Probe(names[0], 'input') for names in levels]
         outputs = [Probe(reader, 'output') for reader in place.readers]
         for batch in self.batches():
             targets = self._run_head(self.teacher, batch, block, outputs, finish)
             targets = dict(zip(place.readers, targets, strict=True))
-            own = iter(self._run_head(self.student, batch, block, probes, finish))
-            for level, names in enumerate(levels):
+            own = self._run_head(self.student, batch, block, inputs, finish)
+            for level, (names, sources) in enumerate(zip(levels, own, strict=True)):
                 layers = [*map(self.model.get_submodule, names)]
                 # A head runs once on each level of the neck, either all of its layers or those of the level.
-                calls = zip(next(own), next(own), *map(targets.get, names), strict=True)
-                for call, (source, output, *parts) in enumerate(calls):
+                calls = zip(sources, *map(targets.get, names), strict=True)
+                for call, (source, *parts) in enumerate(calls):
                     weight = self.plan.images.regions[batch].position_weights(block, level + call)
                     weight = None if weight is None else output_tokens(weight)
                     target = torch.cat([*map(output_tokens, parts, layers)], -1)
-                    moments[level][is_held_out(batch)].add(input_tokens(layers[0], source, output), target, weight)
-                    del source, output, parts
-            del targets, own
+                    moments[level][is_held_out(batch)].add(input_tokens(layers[0], source, parts[0]), target, weight)
+                    del source, parts
+            del targets, own, sources, calls
         _check_finite(place.name, *(part for parts in moments for part in parts))
         left = prune_and_refit(self.model, place, kept, moments)
         self.report.channels.append(ChannelAbsorption(place.name, place.count, kept, left=left))
@@ -343,24 +353,24 @@ class Absorption:
     ) -> None:
         """Fits a layer so that the student's stream approaches the teacher's, after pruning the channels it reads."""
         layer, moments, streams = self.model.get_submodule(step.name), _empty_moments(self.plan.int8), _empty_moments()
+        # A convolution of a neck is fitted to its own output, which need not be computed everywhere.
+        is_stream = step.target == Probe(step.name, 'output')
         for batch in self.batches():
             (target,) = self.teacher.run(batch, block, [step.target], early[0])
-            source, stream = self.student.run(batch, block, [step.source, step.target], early[1])
-            if isinstance(layer, nn.Conv2d) and source.ndim == 4:
+            found = self.student.run(batch, block, [step.source, step.target][: 1 + (not is_stream)], early[1])
+            if isinstance(layer, nn.Conv2d) and found[0].ndim == 4:
                 if target.ndim == 4:
-                    source, stream, target = (
-                        sample_patches(layer, source, stream),
-                        sample_rows(stream),
-                        sample_rows(target),
-                    )
+                    found = [sample_patches(layer, found[0], target), *map(sample_rows, found[1:])]
+                    target = sample_rows(target)
                 else:
                     # A convolution in an FFN has kernel 1 and writes tokens.
-                    source = source.flatten(2).transpose(1, 2)
-            stream, source, target = sample_tokens(stream, source, target)
+                    found[0] = found[0].flatten(2).transpose(1, 2)
+            target, source, *streamed = sample_tokens(target, *found)
+            stream = apply_to_columns(layer, source) if is_stream else streamed[0]
             moments[is_held_out(batch)].add(source, target - stream)
             if pruned:
                 streams[is_held_out(batch)].add(target[..., :1], target)
-            del source, stream, target
+            del found, source, streamed, stream, target
         _check_finite(step.name, *moments)
         if pruned:
             place, kept = pruned

@@ -48,6 +48,11 @@ def input_tokens(layer: nn.Module, source: Tensor, output: Tensor) -> Tensor:
     return sample_patches(layer, source[some], output[some]) if isinstance(layer, nn.Conv2d) else source
 
 
+def apply_to_columns(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """The outputs of a layer for its inputs as columns of its weight, without running it on the whole map."""
+    return F.linear(inputs, layer.weight.flatten(1), layer.bias)
+
+
 def output_tokens(output: Tensor, layer: nn.Module | None = None) -> Tensor:
     """The outputs of a layer for :func:`input_tokens`, one column per row of its weight; or another map's values."""
     if isinstance(layer, nn.ConvTranspose2d):

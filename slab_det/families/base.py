@@ -115,7 +115,7 @@ class Family(ABC):
 
     @classmethod
     def find_regions(
-        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], all_regions: bool = False
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float = 1.0
     ) -> Regions:
         """Finds the regions of a batch (B, 3, H, W), in pixels of ``images``.
 
@@ -123,8 +123,8 @@ class Family(ABC):
             detector: A detector of this family.
             images: The images.
             samples: Their shapes.
-            all_regions: Whether the heads read as many regions as in a test; by default at most ``PROPOSALS`` and
-                ``DETECTIONS`` for each image (:mod:`slab_det.families.regions`).
+            share: This share of ``PROPOSALS`` and of ``DETECTIONS`` (:mod:`slab_det.families.regions`) is the most
+                that the heads read of an image; infinite for all that they read in a test.
         """
         raise NotImplementedError
 

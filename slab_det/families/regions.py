@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Most regions for a box head and for a mask head, those of the highest scores, in an image that is not the first.
-PROPOSALS, DETECTIONS = 256, 32
+# Proposals of an image that the fits of a box head read, and detections that the fits of a mask head read.
+PROPOSALS, DETECTIONS = 256, 8
+# The detections of these many highest scores are those to choose from.
+BEST = 32
 
 
 class Regions(NamedTuple):

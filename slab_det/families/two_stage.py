@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
@@ -32,7 +33,7 @@ from slab_det.families.base import (
 from slab_det.families.channels import tower_channels
 from slab_det.families.layers import FusedConv, linear_relu
 from slab_det.families.operators import EMPTY, BoxOperators, can_pool, flat
-from slab_det.families.regions import DETECTIONS, PROPOSALS, Regions, weigh_positions
+from slab_det.families.regions import BEST, DETECTIONS, PROPOSALS, Regions, weigh_positions
 from slab_det.norms.folds import Channels, register_folds
 
 # The methods that predict: a subclass may override any other method.
@@ -93,13 +94,13 @@ class TwoStage(BoxFamily):
     @classmethod
     @torch.no_grad()
     def find_regions(
-        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], all_regions: bool = False
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float = 1.0
     ) -> Regions:
         maps, metas, roi_head = detector.extract_feat(images), [s.metainfo for s in samples], detector.roi_head
         weights = weigh_positions(detector.rpn_head(maps)[0])
         proposals = detector.rpn_head.predict(maps, samples, rescale=False)
-        if not all_regions:
-            proposals = [part[:PROPOSALS] for part in proposals]
+        if share < math.inf:
+            proposals = [part[: math.ceil(share * PROPOSALS)] for part in proposals]
         rois, extractors = bbox2roi([part.bboxes for part in proposals]), _stages(roi_head.bbox_roi_extractor)
         stages = []
         with ExitStack() as stack:
@@ -108,8 +109,11 @@ class TwoStage(BoxFamily):
                 stack.callback(hook.remove)
             found = roi_head.predict_bbox(maps, metas, proposals, roi_head.test_cfg, rescale=False)
         # Without proposals no box head runs.
-        count = None if all_regions else DETECTIONS
-        return Regions(weights, stages or [rois] * len(extractors), bbox2roi([part.bboxes[:count] for part in found]))
+        detections = [part.bboxes for part in found]
+        if share < math.inf:
+            # Evenly by rank, so that the fits see masks of sure and of unsure detections.
+            detections = [part[:BEST][:: math.ceil(BEST / (share * DETECTIONS))] for part in detections]
+        return Regions(weights, stages or [rois] * len(extractors), bbox2roi(detections))
 
     @classmethod
     def run_heads(cls, detector: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:

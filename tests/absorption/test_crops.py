@@ -6,7 +6,7 @@ from conftest import pictures
 from teachers import build_teacher
 
 from slab_det.absorption import images as reading
-from slab_det.absorption.images import read_images
+from slab_det.absorption.images import WHOLE, read_images
 from slab_det.absorption.tokens import POSITIONS, sample_tokens
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.adopt import adopt
@@ -18,12 +18,12 @@ def test_large_images_are_cropped_at_windows_unless_positions_count(backbone, tm
     adopt(model)
     windows = [module.w_msa.window_size for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
     monkeypatch.setattr(reading, 'CROP', 224 * 300)
-    monkeypatch.setattr(reading, 'PIXELS', 0)
+    monkeypatch.setattr(reading, 'IMAGES', 4)
     images = read_images(model, batches, tmp_path, heads=True)
     stored = [images.store.get(str(i)) for i in range(4)]
-    assert torch.equal(stored[0], batches[0]), 'multiply-adds are counted on the first'
+    assert torch.equal(images.store.get(str(WHOLE)), batches[0]), 'multiply-adds are counted on the whole first'
     assert all(one is batches[3] or len(images.held_out) == 4 for one in images.held_out[3:])
-    for batch, image in zip(batches[1:], stored[1:], strict=True):
+    for batch, image in zip(batches, stored, strict=True):
         if not windows:
             assert torch.equal(image, batch)
             continue
@@ -31,7 +31,8 @@ def test_large_images_are_cropped_at_windows_unless_positions_count(backbone, tm
         height, width = image.shape[-2:]
         assert image.numel() < 0.7 * batch.numel()
         assert any(torch.equal(batch[..., y : y + height, x : x + width], image) for y, x in places)
-    for image, regions in zip(stored, images.regions, strict=True):
+    for index, image in enumerate(stored):
+        regions = images.regions[index]
         assert regions.weights[0].shape[-2:] == torch.Size(-(-side // 4) for side in image.shape[-2:])
         assert regions.proposals[0][:, 3].max() <= image.shape[-1]
 
