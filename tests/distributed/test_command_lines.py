@@ -26,7 +26,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(collect_device='gpu')
 test_evaluator = val_evaluator
 model = dict(
-    backbone=dict(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7)),
+    backbone=dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7)),
     neck=dict(in_channels=[8, 16, 32, 64]))
 train_cfg = dict(max_iters=4, val_interval=10)
 default_hooks = dict(checkpoint=dict(interval=2))

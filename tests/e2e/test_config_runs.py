@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import CONFIGS, as_trained, layer_norms, raw_outputs, relative_difference
+from conftest import CONFIGS, as_trained, layer_norms
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.runner import CheckpointLoader, Runner
@@ -91,9 +90,8 @@ def test_config_trains_recalibrates_and_fuses(name, work_dir):
     assert bool(offline) == ('RecalibrateFuseHook' in hooks) == (work_dir / 'fused.pth').is_file()
     assert all(norm.gamma == 0 for norm in named_progressive_norms(model).values())
 
-    # Zeros and ones hide what a fold forgets.
-    model = as_trained(model).double()
-    fused = slab_det.fuse(model)
+    # tests/fusion compares the outputs, with random statistics.
+    fused = slab_det.fuse(as_trained(model))
     left = [path for path, module in fused.named_modules() if isinstance(module, OfflineNorm | ChannelAffine)]
     assert not left, fused.fusion_report
     if offline:
@@ -102,8 +100,6 @@ def test_config_trains_recalibrates_and_fuses(name, work_dir):
     # PVT's LayerNorm has another eps.
     eps = {norm.eps for norm in model.modules() if isinstance(norm, nn.LayerNorm)}
     assert eps <= {1e-6 if 'pvt' in name else 1e-5}, eps
-    images = torch.randn(1, 3, 107, 139).double()
-    assert relative_difference(raw_outputs(fused, images), raw_outputs(model, images)) <= 1e-9
     if not offline:
         return
     unfused, fused_entry = read_report(work_dir / 'report.json')

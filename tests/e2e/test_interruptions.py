@@ -26,7 +26,7 @@ LAST = 'iter_6.pth'
 @pytest.fixture
 def cfg(small_run_cfg: Callable[..., Config]) -> Config:
     """A training whose loss, data and layers all draw random numbers."""
-    cfg = small_run_cfg('unused', 6, with_cp=True, drop_path_rate=0.3)
+    cfg = small_run_cfg('unused', 6, with_cp=True, drop_path_rate=0.3, depths=(1, 1, 1, 1))
     cfg.train_dataloader.dataset.pipeline.insert(
         2, dict(type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False)
     )

@@ -52,6 +52,7 @@ BACKBONES = {
         # After two linear stages over the whole map, a random net has nearly the same values everywhere.
         attention=('sla', 'focused', 'softmax', 'softmax'),
         stripe_widths=(None, 3, 3, None),
+        depths=(1, 1, 1, 1),
     ),
 }
 SIZES = [(64, 96), (131, 75), (101, 160)]
@@ -68,7 +69,8 @@ def detector(small_detector_cfg):
             cfg = small_detector_cfg(kind)
             cfg.backbone, cfg.neck.in_channels = BACKBONES[row], [8, 16, 24, 32]
         else:
-            cfg = small_detector_cfg(kind, **BACKBONES[row])
+            # One block is shifted; a file of more blocks has nothing that these have not.
+            cfg = small_detector_cfg(kind, **{'depths': (2, 1, 1, 1), **BACKBONES[row]})
         cfg.data_preprocessor.pad_size_divisor = divisor
         if agnostic:
             cfg.roi_head.bbox_head.reg_class_agnostic = cfg.roi_head.mask_head.class_agnostic = True
@@ -142,6 +144,7 @@ def test_graph_finds_what_mmdet_finds(detector, row, agnostic):
 def test_negative_max_per_img_keeps_all_detections(detector, tmp_path):
     model = detector()
     model.roi_head.test_cfg.update(max_per_img=-1, score_thr=0.0)
+    model.rpn_head.test_cfg.max_per_img = 60
     export_onnx(model, tmp_path / 'model.onnx')
     image = torch.rand(1, 3, 96, 128) * 255
     with torch.no_grad():
@@ -173,11 +176,19 @@ def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, 
     operators = {node.op_type for node in onnx.load(tmp_path / 'model.onnx').graph.node}
     assert not operators & {'LayerNormalization', 'BatchNormalization', 'ReduceMean'} or row == 'Flatten-Swin'
     assert 'Dropout' not in operators
-    sizes = SIZES[1:]
-    checks = check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(sizes))
+    sizes, runtime = SIZES[1:], load_runtime(tmp_path / 'model.onnx', threads=1)
+    checks = check_parity(model, runtime, random_images(sizes))
     assert all(check.what.startswith(f'{height}x{width}') for check, (height, width) in zip(checks, sizes, strict=True))
     if scope == 'detector':
         assert min(map(num_detections, checks)) > 5, checks
+        return
+    pytest.importorskip('openvino')
+    other, image = load_runtime(tmp_path / 'model.onnx', 'openvino', threads=1), random_images([(131, 100)])[0]
+    expected, found = (one.run(image) for one in (runtime, other))
+    # OpenVINO gives a reshape that is an output of PVT's file the name of the operator.
+    assert [*found] == [*expected] == ['feature0', 'feature1', 'feature2', 'feature3']
+    for name, value in expected.items():
+        assert np.abs(found[name] - value).max() <= 1e-4 * np.abs(value).max(), name
 
 
 def test_dimensions_have_names(exported):
@@ -303,7 +314,7 @@ def test_weights_that_are_not_finite_are_refused(exported, detector, tmp_path, v
 
 
 def test_images_with_large_rounding_in_pytorch_are_inconclusive(detector, tmp_path):
-    model = detector()
+    model = detector(kind='faster_rcnn')
     # In float32 1e6 + x - 1e6 loses most digits of x.
     model.rpn_head.rpn_conv.bias.data += 1e6
     model.rpn_head.rpn_cls.weight.data -= model.rpn_head.rpn_cls.weight.data.mean(1, keepdim=True)
@@ -394,7 +405,7 @@ def test_linear_layers_of_tokens_need_no_gather(exported):
 
 def test_layers_with_weights_run_in_int8_and_output_layers_in_float32(exported, tmp_path):
     source, target = exported()[1], tmp_path / 'int8.onnx'
-    nodes = quantize_onnx(source, target, random_images([(96, 128), (75, 131)]))
+    nodes = quantize_onnx(source, target, random_images([(64, 96), (75, 66)]))
     graph = onnx.load(target).graph
     scales = {tensor.name: tensor.dims for tensor in graph.initializer if tensor.name.endswith('scale')}
     types = {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -433,17 +444,3 @@ def test_a_file_of_the_backbone_alone_is_no_detector(exported):
         MODELS.build(dict(type='ExportedDetector', file=str(file)))
     with pytest.raises(ExportError, match='use runtime openvino'):
         load_runtime(file, precision='bf16')
-
-
-@pytest.mark.parametrize('row', ['Swin', 'PVT'])
-def test_openvino_features_equal_onnx_runtime(detector, tmp_path, row):
-    pytest.importorskip('openvino')
-    export_onnx(detector(row), tmp_path / 'model.onnx', 'backbone')
-    image = random_images([(131, 100)])[0]
-    expected, found = (
-        load_runtime(tmp_path / 'model.onnx', name, threads=1).run(image) for name in ('onnxruntime', 'openvino')
-    )
-    # OpenVINO gives a reshape that is an output of PVT's file the name of the operator.
-    assert [*found] == [*expected] == ['feature0', 'feature1', 'feature2', 'feature3']
-    for name, value in expected.items():
-        assert np.abs(found[name] - value).max() <= 1e-4 * np.abs(value).max(), name

@@ -20,7 +20,8 @@ CLASSES = [*SyntheticShapes.METAINFO['classes']]
 @pytest.fixture
 def run(small_run_cfg, tmp_path):
     """Config and checkpoint of a detector as a finished training leaves them."""
-    cfg = small_run_cfg()
+    cfg = small_run_cfg(depths=(1, 1, 1, 1))
+    cfg.model.test_cfg.rpn.update(nms_pre=60, max_per_img=20)
     model = as_trained(MODELS.build(cfg.model))
     meta = dict(dataset_meta=dict(classes=CLASSES))
     torch.save(dict(meta=meta, state_dict=model.state_dict()), tmp_path / 'last.pth')

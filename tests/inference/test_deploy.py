@@ -108,7 +108,7 @@ def test_deployed_backbone_computes_the_same(fused_backbone, name, form):
 
 def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_detector, monkeypatch, form):
     monkeypatch.setattr(winograd, 'MIN_CHANNELS', 16)
-    model = slab_det.fuse(small_detector(**SLA).double())
+    model = slab_det.fuse(small_detector(**SLA, depths=(2, 1, 1, 1)).double())
     batches = [torch.randn(1, 3, *size).double() for size in random_sizes(2, seed=4)]
     expected = [raw_outputs(model, images) for images in batches]
     deployed = slab_det.deploy(model)
@@ -311,7 +311,7 @@ def does_not_run(monkeypatch):
     ],
 )
 def test_model_is_unchanged_if_its_deployed_form_is_refused(small_detector, monkeypatch, fault, message, inplace):
-    model, image = slab_det.fuse(small_detector()), torch.randn(1, 3, 64, 64)
+    model, image = slab_det.fuse(small_detector(depths=(1, 1, 1, 1))), torch.randn(1, 3, 64, 64)
     expected, kinds = raw_outputs(model, image), [*map(type, model.modules())]
     # What the caller holds: a head, and an optimizer's parameters.
     modules, weights = [*model.modules()], [(p, p.data_ptr(), p.dtype, p.stride()) for p in model.parameters()]

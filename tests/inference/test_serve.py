@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import random
-import re
 import runpy
 import shutil
 import subprocess
@@ -35,7 +34,6 @@ from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from pycocotools.mask import decode
-from setuptools.config.pyprojecttoml import read_configuration
 from torch import nn
 
 import slab_det
@@ -417,19 +415,6 @@ def test_server_does_not_start_without_a_detector(files, server, tmp_path):
     app = server(files[0], tmp_path / 'nowhere.pth')
     with pytest.raises(CheckpointError, match='nowhere.pth'), TestClient(app):
         pass
-
-
-def test_dockerfile_serves_what_is_there():
-    """No container runs here: the files, the flags and the extras that it names are there."""
-    text = (EXAMPLES / 'Dockerfile').read_text()
-    settings = read_configuration(CONFIGS.parent / 'pyproject.toml')['project']
-    (extras,) = re.findall(r'pip install --no-cache-dir "\.\[([\w,]+)\]"', text)
-    assert {*extras.split(',')} <= settings['optional-dependencies'].keys()
-    (entry,) = re.findall(r'^ENTRYPOINT (.*)$', text, re.MULTILINE)
-    program, script, *flags = json.loads(entry)
-    usage = (CONFIGS.parent / script).read_text()
-    assert program == 'python' and all(f"'{flag}'" in usage for flag in flags if flag.startswith('--'))
-    assert '/healthz' in text and "'/healthz'" in usage and 'EXPOSE 8000' in text and 'default=8000' in usage
 
 
 def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_path):

@@ -89,15 +89,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob('*.pth'))
 
 
-def test_resumed_run_ends_with_equal_weights(tmp_path):
-    """Also checks that the allow-list covers all that Runner saves, including the bound method in OneCycleLR."""
-    schedule = [{'type': 'OneCycleLR', 'eta_max': 0.1, 'total_steps': 16, 'by_epoch': False}]
-    whole = run(tmp_path / 'whole', 4, -1, param_scheduler=schedule)
-    start = dict(load_from=str(tmp_path / 'whole' / 'epoch_2.pth'), resume=True)
-    resumed = run(tmp_path / 'resumed', 4, -1, param_scheduler=schedule, **start)
-    assert torch.equal(resumed.model.linear.weight, whole.model.linear.weight)
-    for file in tmp_path.glob('*/*.pth'):
-        assert read_checkpoint(file)['meta']['dataset_meta']['classes'] == ('cat', 'dog')
+def test_the_allow_list_covers_all_that_a_runner_saves(tmp_path):
+    """Including the bound method in OneCycleLR."""
+    run(tmp_path, 1, param_scheduler=[dict(type='OneCycleLR', eta_max=0.1, total_steps=16, by_epoch=False)])
+    for name in names(tmp_path):
+        assert read_checkpoint(tmp_path / name)['meta']['dataset_meta']['classes'] == ('cat', 'dog')
 
 
 def test_previous_checkpoints_are_removed(tmp_path):

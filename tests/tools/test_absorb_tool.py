@@ -32,6 +32,9 @@ def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
     cfg.model.roi_head.bbox_head.num_classes = 4
     cfg.model.test_cfg.rcnn.max_per_img = 20
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
+        for step in loader.dataset.pipeline:
+            if step.type == 'Resize':
+                step.scale = (96, 80)
         loader.num_workers = 0
         loader.persistent_workers = False
     cfg.val_evaluator.metric = cfg.test_evaluator.metric = 'bbox'
@@ -147,7 +150,10 @@ def test_by_default_channels_go_while_student_and_teacher_agree(detector: Path, 
     assert tried and f'0 LayerNorms absorbed, {NORMS} kept' in result.out
     left = [float(share) for share, value in tried if float(value) >= LEAST_AGREEMENT]
     if left:
-        assert f'million left, {min(left):.0%}' in result.out
+        # Whole groups of channels go, so that less than the share may be left.
+        found = re.search(r'agreement .* images: ([\d.]+); (?s:.*)million left, (\d+)%', result.out)
+        value, share = found.groups()
+        assert int(share) / 100 <= min(left) and float(value) == float(dict(tried)[f'{min(left):.2f}']), result.out
     else:
         assert 'no hidden channel was removed' in result.out + result.err
     assert len(layer_norms(build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth'))) == NORMS
