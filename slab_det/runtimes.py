@@ -115,7 +115,7 @@ def find_missing(runtime: str, device: str, precision: str) -> str:
     """Returns what this machine lacks for a precision of a runtime on a device, or ''."""
     row = find_row(runtime, device, precision)
     if row is None:
-        return f'a version of slab_det that computes {precision} in {runtime} on {device}'
+        return f'another runtime or device: {runtime} does not compute {precision} on {device}'
     absent = [name for name in RUNTIMES[runtime].packages if find_spec(name) is None]
     if absent:
         remedy = f'pip install -e ".[{RUNTIMES[runtime].extra}]"'

@@ -127,8 +127,10 @@ def load_runtime(
     if runtime not in EXPORT_RUNTIMES:
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(EXPORT_RUNTIMES)}')
     if precision not in precision_arguments(runtime):
+        others = [name for name in EXPORT_RUNTIMES if precision in precision_arguments(name)]
         raise ExportError(
             f'precision {precision!r} is not one of {", ".join(precision_arguments(runtime))}, which {runtime} computes'
+            + ''.join(f': use runtime {name}' for name in others[:1])
         )
     check_threads(threads, ExportError, least=0, name='threads=')
     if not Path(path).is_file():
