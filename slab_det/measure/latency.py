@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import cv2
@@ -24,11 +22,11 @@ from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
 from slab_det.measure.scopes import SCOPES
+from slab_det.measure.timer import compare_times, time_in_turns
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.memory import keeps_freed_memory
 from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.numbers import check_size, check_threads
-from slab_det.runtime.progress import Progress
 from slab_det.runtimes import precisions
 
 
@@ -133,19 +131,15 @@ def measure_latency(
             for name, model in models.items()
         }
         costs = {name: measure_cost(model.parts(), model) if cost else None for name, model in timed.items()}
-        times = {name: [] for name in models}
         with torch.inference_mode():
-            for index in Progress(range(warmup + rounds), 'Measuring', disable=not progress):
-                for name in list(models)[:: -1 if index % 2 else 1]:
-                    times[name].append(_time(timed[name]))
+            times = time_in_turns(timed, rounds, warmup, device, progress=progress)
         environment = describe_environment(device)
     finally:
         torch.set_num_threads(torch_threads)
         cv2.setNumThreads(image_threads)
-    times = {name: np.array(values[warmup:]) for name, values in times.items()}
     base, results = next(iter(times.values())), {}
     for name, values in times.items():
-        low, ratio, high = np.percentile(values / base, [25, 50, 75]).tolist()
+        compared = compare_times(values, base)
         results[name] = LatencyResult(
             scope=scope,
             timed=SCOPES[scope],
@@ -162,8 +156,8 @@ def measure_latency(
             mean_ms=float(np.mean(values)),
             std_ms=float(np.std(values)),
             p95_ms=float(np.percentile(values, 95)),
-            ratio=ratio,
-            ratio_quartiles=(low, high),
+            ratio=compared.ratio,
+            ratio_quartiles=compared.quartiles,
             cost=costs[name],
             environment=environment,
         )
@@ -298,16 +292,6 @@ class _TimedModel:
         """Returns the modules of the scope."""
         found = [getattr(self.model, name, None) for name in self.scope.split('+')]
         return [part for part in found if part is not None] or [self.model]
-
-
-def _time(model: _TimedModel) -> float:
-    """Returns the wall time of one round in milliseconds, including the work that CUDA runs asynchronously."""
-    wait = partial(torch.cuda.synchronize, model.device) if model.device.type == 'cuda' else lambda: None
-    wait()
-    start = time.perf_counter()
-    model()
-    wait()
-    return (time.perf_counter() - start) * 1e3
 
 
 def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
