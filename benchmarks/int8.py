@@ -10,7 +10,6 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
 import hashlib
-import json
 import subprocess
 import sys
 from functools import partial
@@ -22,6 +21,7 @@ from slab_det.cli.config import read_config
 from slab_det.preflight import set_data_root
 from slab_det.export import quantize_onnx
 from slab_det.measure.markdown import format_table
+from slab_det.measure.report_file import read_report
 from slab_det.recalibration.images import recalibration_dataloader
 
 # File and runtime.
@@ -73,10 +73,11 @@ def main() -> None:
             images = [batch['inputs'][0][None].float().numpy() for batch in loader]
             quantize_onnx(files['float'], files['int8'], images)
         report = folder / 'report.json'
-        arguments = ['--data-root', Path(args.data_root).resolve(), '--runtime', runtime, '--json', report]
-        arguments += ['--work-dir', folder / 'test']
-        call('tools/test_onnx.py', detector[0], files[kind], *arguments)
-        return {kind: values['AP'] for kind, values in json.loads(report.read_text())['ap'].items()}
+        arguments = ['--data-root', Path(args.data_root).resolve(), '--runtime', runtime, '--report', report]
+        report.unlink(missing_ok=True)
+        call('tools/test.py', detector[0], files[kind], *arguments, '--work-dir', folder / 'test')
+        (entry,) = read_report(report)
+        return {kind: values['AP'] for kind, values in entry.ap.items()}
 
     for name, *paths in args.detector:
         detector = [Path(path).resolve() for path in paths]

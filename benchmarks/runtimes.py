@@ -15,7 +15,6 @@ import argparse
 import copy
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -37,16 +36,14 @@ from slab_det.fusion.channels import find_channels, resize_channels
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.markdown import format_table
+from slab_det.measure.timer import PAUSE_SECONDS, time_in_turns
 from slab_det.measure.untrained import prepare_untrained
 from slab_det.runtime.memory import keep_freed_memory
 from slab_det.runtime.pipeline import ImagePipeline
-from slab_det.runtime.progress import Progress
 
 CALIBRATION_SIZE = (320, 416)
 # The test pipeline without resizing.
 STEPS = (dict(type='LoadImageFromFile'), dict(type='PackDetInputs'))
-# After a call the threads of a runtime spin for a while; they must not take the cores from the next call.
-PAUSE_SECONDS = 0.1
 
 Call = Callable[[], object]
 
@@ -200,16 +197,9 @@ def make_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Pa
 
 @torch.inference_mode()
 def measure(calls: Mapping[str, Call], rounds: int, title: str) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, after one round of warm-up. Every second round runs in reverse order."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for index in Progress(range(rounds + 1), title):
-        for name in list(calls)[:: -1 if index % 2 else 1]:
-            time.sleep(PAUSE_SECONDS)
-            start = time.perf_counter()
-            calls[name]()
-            if index:
-                times[name].append(round((time.perf_counter() - start) * 1e3, 1))
-    return times
+    """Milliseconds of each call in each round, after one round of warm-up."""
+    times = time_in_turns(calls, rounds, pause=PAUSE_SECONDS, title=title)
+    return {name: values.round(1).tolist() for name, values in times.items()}
 
 
 def measure_column(

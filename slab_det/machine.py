@@ -9,9 +9,10 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # The limit of processor time of a container: microseconds and their period, in one file or two ("-1" or "max": none).
 _QUOTAS = (
@@ -21,7 +22,7 @@ _QUOTAS = (
 
 
 class Machine:
-    """A machine; each answer is found at its first use, because some need an import of half a second.
+    """A machine; each answer is found at its first use, because some need an import of seconds.
 
     Tests pretend a machine by setting attributes of :data:`MACHINE`.
     """
@@ -29,15 +30,31 @@ class Machine:
     @cached_property
     def has_gpu(self) -> bool:
         """Whether PyTorch sees a GPU."""
+        import torch
+
         return torch.cuda.is_available()
+
+    @property
+    def device(self) -> str:
+        """The device that is taken where none is asked for: 'cuda' where there is a GPU."""
+        return 'cuda' if self.has_gpu else 'cpu'
 
     @cached_property
     def multiplies_bfloat16(self) -> bool:
         """Whether PyTorch multiplies bfloat16 on the CPU at the speed of float32 or faster: with AVX-512."""
+        import torch
+
         # An internal operator, which another PyTorch may lack; tests/test_private_torch.py runs it.
         is_supported = getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
-        is_fast = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == 'AVX512'
-        return is_fast and is_supported()
+        return _has_avx512() and is_supported()
+
+    @cached_property
+    def multiplies_float16(self) -> bool:
+        """Whether PyTorch multiplies float16 on the CPU at the speed of float32 or faster: with AVX-512 FP16."""
+        import torch
+
+        is_supported = getattr(torch.ops.mkldnn, '_is_mkldnn_fp16_supported', lambda: False)
+        return _has_avx512() and is_supported()
 
     @cached_property
     def instructions(self) -> tuple[str, ...]:
@@ -57,6 +74,12 @@ class Machine:
         # Only Linux tells the affinity; os.cpu_count counts the processors of the host.
         count = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
         return max(1, min(count, math.ceil(_read_quota(count))))
+
+
+def _has_avx512() -> bool:
+    import torch
+
+    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == 'AVX512'
 
 
 def read_cpuinfo() -> str:
@@ -88,3 +111,24 @@ def openvino_core() -> Any:
 
 
 MACHINE = Machine()
+
+
+def find_device(name: str | torch.device | None = None) -> torch.device:
+    """Returns the torch device with this name; None is a GPU if PyTorch sees one, else the CPU.
+
+    Raises:
+        SlabDetError: If PyTorch does not see the device.
+    """
+    import torch
+
+    from slab_det.runtime.errors import SlabDetError
+
+    try:
+        device = torch.device(name or MACHINE.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SlabDetError(
+            f'device {str(name)!r} is not available: torch {torch.__version__} sees the CPU and '
+            f'{torch.cuda.device_count()} CUDA devices; use --device cpu'
+        ) from error
+    return device

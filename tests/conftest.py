@@ -100,10 +100,21 @@ def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
 
 # What MACHINE says of a processor with AVX2 alone, with AVX-512 and bfloat16, with AMX, and of a machine with a GPU.
 PRETENDED = {
-    'avx2': dict(has_gpu=False, multiplies_bfloat16=False, openvino_precisions=('FP32', 'INT8')),
-    'avx512': dict(has_gpu=False, multiplies_bfloat16=True, openvino_precisions=('FP32', 'BF16', 'INT8')),
-    'amx': dict(has_gpu=False, multiplies_bfloat16=True, openvino_precisions=('FP32', 'BF16', 'FP16', 'INT8')),
-    'gpu': dict(has_gpu=True, multiplies_bfloat16=True, openvino_precisions=('FP32', 'BF16', 'INT8')),
+    'avx2': dict(
+        has_gpu=False, multiplies_bfloat16=False, multiplies_float16=False, openvino_precisions=('FP32', 'INT8')
+    ),
+    'avx512': dict(
+        has_gpu=False, multiplies_bfloat16=True, multiplies_float16=False, openvino_precisions=('FP32', 'BF16', 'INT8')
+    ),
+    'amx': dict(
+        has_gpu=False,
+        multiplies_bfloat16=True,
+        multiplies_float16=True,
+        openvino_precisions=('FP32', 'BF16', 'FP16', 'INT8'),
+    ),
+    'gpu': dict(
+        has_gpu=True, multiplies_bfloat16=True, multiplies_float16=True, openvino_precisions=('FP32', 'BF16', 'INT8')
+    ),
 }
 
 

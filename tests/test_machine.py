@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
+import torch
 from conftest import PRETENDED, pretend_machine
+from mmengine.logging import MMLogger
+from torch import nn
 
 from slab_det import machine
-from slab_det.inference.forms import list_forms
-from slab_det.machine import Machine
+from slab_det.compare import kernels
+from slab_det.compare.kernels import warn_of_precision
+from slab_det.inference.forms import Form, list_forms
+from slab_det.machine import Machine, find_device
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.numbers import check_threads
 
@@ -35,6 +41,37 @@ def test_a_form_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> 
     missing = {form.key: form.find_missing('cpu') for form in list_forms('cpu')}
     assert {key for key, reason in missing.items() if reason} == BFLOAT16
     assert all('a CPU that multiplies bfloat16' in missing[key] for key in BFLOAT16)
+
+
+def test_a_form_without_a_row_says_so() -> None:
+    assert 'openvino does not compute float16 on cpu' in Form('openvino', 'float16').find_missing('cpu')
+
+
+@pytest.mark.parametrize(
+    ('kind', 'dtype', 'message'),
+    [
+        ('avx2', torch.bfloat16, 'bfloat16 is slower than float32 on this machine, .* a CPU that multiplies bfloat16'),
+        ('avx512', torch.float16, 'float16 is slower than float32 on this machine, .* a CPU that multiplies float16'),
+        ('amx', torch.float16, ''),
+        ('avx512', torch.bfloat16, ''),
+        ('avx2', torch.float32, ''),
+        ('avx2', None, ''),
+    ],
+)
+def test_a_precision_that_is_slow_here_is_told(kind, dtype, message, monkeypatch, caplog) -> None:
+    pretend_machine(kind, monkeypatch)
+    MMLogger.get_current_instance().addHandler(caplog.handler)
+    monkeypatch.setattr(kernels, '_warn', kernels._warn.__wrapped__)
+    warn_of_precision(nn.Linear(2, 2), dtype)
+    assert re.search(message, caplog.text) if message else not caplog.text
+
+
+def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, expected in (('avx2', 'cpu'), ('gpu', 'cuda')):
+        pretend_machine(kind, monkeypatch)
+        assert machine.MACHINE.device == expected
+    with pytest.raises(SlabDetError, match="'cuda:77' is not available.*--device cpu"):
+        find_device('cuda:77')
 
 
 def test_processors_are_those_of_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,13 +90,14 @@ def test_every_name_of_pytorch_exists_in_this_version():
     assert not missing
 
 
-@pins('torch.ops.mkldnn._is_mkldnn_bf16_supported')
-def test_onednn_says_whether_it_has_bfloat16(monkeypatch):
+@pins('torch.ops.mkldnn._is_mkldnn_bf16_supported', 'torch.ops.mkldnn._is_mkldnn_fp16_supported')
+def test_onednn_says_whether_it_has_half_precision(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX512')
     if torch.backends.mkldnn.is_available():
         assert Machine().multiplies_bfloat16 == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert Machine().multiplies_float16 == torch.ops.mkldnn._is_mkldnn_fp16_supported()
     monkeypatch.setattr(torch.ops, 'mkldnn', object())
-    assert not Machine().multiplies_bfloat16, 'a PyTorch without the operator'
+    assert not Machine().multiplies_bfloat16 and not Machine().multiplies_float16, 'a PyTorch without the operators'
 
 
 @pins('torch._addmm_activation')

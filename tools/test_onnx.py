@@ -1,4 +1,4 @@
-"""Evaluates an exported detector: see slab_det/cli/test_onnx.py."""
+"""Evaluates an exported detector with the flags of earlier versions: see slab_det/cli/test_onnx.py."""
 
 from slab_det_command import run
 

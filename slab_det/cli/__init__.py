@@ -14,7 +14,7 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 
-# Command: the module with its ``main()``.
+# Command: the module with its ``main()``. tools/test_onnx.py is an older name of test, and no command.
 COMMANDS = {
     'quickstart': 'quickstart',
     'train': 'train',
@@ -26,7 +26,6 @@ COMMANDS = {
     'fuse': 'fuse',
     'convert': 'convert_checkpoint',
     'export': 'export_onnx',
-    'test-onnx': 'test_onnx',
     'report': 'report',
 }
 

@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-from slab_det.measure.scopes import DTYPES, SCOPES
+from slab_det.measure.scopes import SCOPES
+from slab_det.runtimes import precisions
 
 
 class ConfigOptions(argparse.Action):
@@ -49,7 +50,9 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
         help=f'image size in pixels before padding (default: {size or "the size of the first test image"})',
     )
     group.add_argument('--scope', choices=SCOPES, default='detector', help='timed part (default %(default)s)')
-    group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16 and bfloat16 use autocast')
+    group.add_argument(
+        '--dtype', choices=precisions('eager'), default='float32', help='float16 and bfloat16 use autocast'
+    )
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
     group.add_argument('--image', metavar='FILE', help='input image')
 

@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
     print(f'Written to {args.out}')
     if args.int8:
         nodes = quantize_onnx(args.out, int8, calibration, args.reduce_range or None)
-        print(f'{len(nodes)} layers in int8, written to {int8}; slab-det test-onnx measures its AP')
+        print(f'{len(nodes)} layers in int8, written to {int8}; slab-det test CONFIG {int8} measures its AP')
 
 
 if __name__ == '__main__':

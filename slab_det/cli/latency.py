@@ -27,7 +27,8 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import build_detector, is_fused
     from slab_det.cli.config import check_report, read_config
-    from slab_det.measure.latency import check_conditions, find_device, latency_table
+    from slab_det.machine import find_device
+    from slab_det.measure.latency import check_conditions, latency_table
     from slab_det.measure.report_file import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
     from slab_det.runtime.errors import SlabDetError
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     keep_freed_memory()
     check_report(args.json)
     check_conditions(**latency_options(args))
-    device = find_device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+    device = find_device(args.device)
     models, entries = {}, []
     for config, checkpoint in pairs:
         cfg = read_config(config, args.cfg_options)

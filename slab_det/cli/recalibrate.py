@@ -26,7 +26,6 @@ def main(args: argparse.Namespace) -> None:
     """Recalibrates ``args.checkpoint`` and writes it to ``args.out``."""
     import json
 
-    import torch
     from mmengine.fileio import put_text
     from mmengine.runner import save_checkpoint
     from mmengine.runner.checkpoint import weights_to_cpu
@@ -34,12 +33,13 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, image_loader, read_config
+    from slab_det.machine import MACHINE
     from slab_det.runtime.run_folder import check_writable
 
     check_out(args.out, args.checkpoint)
     check_writable(args.json)
     cfg = read_config(args.config, data_root=args.data_root)
-    model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
+    model = build_detector(cfg, args.checkpoint).to(MACHINE.device)
     images = image_loader(cfg, args.num_images, args.pipeline)
     report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
     # DetInferencer understands a missing dataset_meta, but not None.

@@ -10,7 +10,7 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.cli.screen import build_runner
-from slab_det.compare.kernels import warn_of_wrong_kernels
+from slab_det.compare.kernels import warn_of_precision
 from slab_det.hooks import CheckedLoadHook
 from slab_det.inference.precision import autocast_forward
 from slab_det.preflight import check_class_order, check_num_classes, classes_of_meta
@@ -103,7 +103,7 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     if args.deploy:
         slab_det.deploy(model, dtype, inplace=True)
     elif args.dtype != 'float32':
-        warn_of_wrong_kernels(model, dtype)
+        warn_of_precision(model, dtype)
         autocast_forward(model, dtype)
     if args.out:
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))

@@ -1,4 +1,4 @@
-"""Evaluates a detector and updates its report. Takes mmdet's arguments, --data-root, --fuse, --deploy and --latency."""
+"""Evaluates a detector, an exported file, or a folder of slab-det optimize, and updates its report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING
 
 from slab_det.cli import command
 from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, latency_options
+from slab_det.runtimes import EXPORT_RUNTIMES
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slab_det.inference.folder import Stored
+    from slab_det.inference.forms import Form
+    from slab_det.measure.report_file import ReportEntry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector, or a folder of slab-det optimize, without checkpoint')
-    parser.add_argument('checkpoint', nargs='?', help='checkpoint of the detector')
+    parser.add_argument('checkpoint', nargs='?', help='checkpoint, or FILE.onnx of slab-det export --scope detector')
     add_runner_arguments(parser)
     parser.add_argument('--out', metavar='PKL', help='dump predictions to a pickle file')
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
@@ -27,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
     parser.add_argument('--fuse', action='store_true', help='fuse the loaded model before testing it')
     parser.add_argument('--deploy', action='store_true', help='test the model after slab_det.deploy, in --dtype')
+    parser.add_argument('--runtime', choices=EXPORT_RUNTIMES, help='runtime of FILE.onnx (default: onnxruntime)')
     parser.add_argument('--report', metavar='FILE', help='report to update (default: WORK_DIR/report.json)')
     parser.add_argument('--latency', action='store_true', help='measure batch-1 latency after the test')
     add_latency_arguments(parser)
@@ -35,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Tests the detector, measures its latency with ``--latency``, and updates its report."""
+    evaluate(args)
+
+
+def evaluate(args: argparse.Namespace) -> ReportEntry | None:
+    """Does what :func:`main` says, and returns the new entry of the report; None in other ranks than the first."""
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     from mmengine.dist import is_main_process
 
@@ -55,8 +66,8 @@ def main(args: argparse.Namespace) -> None:
     keep_freed_memory()
     setup_cache_size_limit_of_dynamo()
     stored = args.device = None
-    if args.checkpoint is None:
-        stored = find_stored(args.config)
+    if args.checkpoint is None or args.runtime or args.checkpoint.endswith('.onnx'):
+        stored = find_stored(args.config) if args.checkpoint is None else describe_file(args)
         use_stored(args, stored)
     cfg = config_from_arguments(args)
     if args.tta and (args.latency or args.fuse or args.deploy):
@@ -74,15 +85,16 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.out)
     check_data(cfg, ('test',))
     description = report_file.describe_model(cfg.model)
-    suffix = f'-{stored.form.key}' if stored else report_file.form_suffix(args.deploy, args.dtype)
-    description['name'] += '-TTA' * args.tta + suffix
     if stored and stored.form.is_exported:
-        use_exported(cfg, args.checkpoint, runtime=stored.form.runtime, **stored.form.options(stored.threads))
+        threads = stored.threads if args.threads is None else args.threads
+        use_exported(cfg, args.checkpoint, runtime=stored.form.runtime, **stored.form.options(threads))
     runner, metrics = run_test(cfg, args)
     if not is_main_process():
-        return
+        return None
     model, dataset = unwrap(runner.model), runner.test_dataloader.dataset
     device = next(chain(model.parameters(), model.buffers())).device
+    suffix = f'-{find_form(stored, model).key}' if stored else report_file.form_suffix(args.deploy, args.dtype)
+    description['name'] += '-TTA' * args.tta + suffix
     entry = report_file.ReportEntry(
         **description,
         variant='fused' if is_fused(model) else 'unfused',
@@ -104,10 +116,36 @@ def main(args: argparse.Namespace) -> None:
     print(f'\n{report_file.markdown_table([entry])}\nWritten to {path}')
     if args.show_dir:
         print(f'Predictions drawn in {Path(runner.work_dir, runner.timestamp, args.show_dir)}')
+    return entry
+
+
+def describe_file(args: argparse.Namespace) -> Stored:
+    """Returns how an exported file runs with the arguments.
+
+    Raises:
+        SlabDetError: If this machine or the runtime cannot run it in ``--dtype``.
+    """
+    from slab_det.inference.folder import Stored
+    from slab_det.inference.forms import Form
+    from slab_det.runtime.errors import SlabDetError
+    from slab_det.runtime.numbers import check_threads
+
+    check_threads(args.threads, least=0)
+    form = Form(args.runtime or EXPORT_RUNTIMES[0], args.dtype)
+    if missing := form.find_missing('cpu'):
+        raise SlabDetError(f'{args.checkpoint} in {form.key} needs {missing}')
+    args.dtype = 'float32'
+    return Stored(form, Path(args.config), Path(args.checkpoint), 'cpu', 0)
+
+
+def find_form(stored: Stored, model: nn.Module) -> Form:
+    """The form that was tested; an exported file itself says that it is in int8."""
+    is_int8 = stored.form.is_exported and model.runtime.metadata.get('int8_weight_bits')
+    return replace(stored.form, precision='int8') if is_int8 else stored.form
 
 
 def use_stored(args: argparse.Namespace, stored: Stored) -> None:
-    """Makes the arguments those of the recommended form of a folder, in place.
+    """Makes the arguments those of an exported file, or of the recommended form of a folder, in place.
 
     Raises:
         SlabDetError: If an argument says otherwise.
@@ -117,8 +155,9 @@ def use_stored(args: argparse.Namespace, stored: Stored) -> None:
     flags = ('fuse', 'deploy', 'tta') + ('latency',) * stored.form.is_exported
     given = [f'--{name}' for name in flags if getattr(args, name)] + ['--dtype'] * (args.dtype != 'float32')
     if given:
-        raise SlabDetError(f'{args.config} says how its detector runs, as {stored.form.key}: leave out {given[0]}')
-    if args.work_dir is None:
+        source = args.checkpoint or args.config
+        raise SlabDetError(f'{source} says how its detector runs, as {stored.form.key}: leave out {given[0]}')
+    if args.work_dir is None and args.checkpoint is None:
         args.work_dir = str(Path('work_dirs') / Path(args.config).resolve().name)
     args.device, args.config, args.checkpoint = stored.device, str(stored.config), str(stored.weights)
     if stored.form.runtime == 'torch':

@@ -1,4 +1,4 @@
-"""Finds layers for which PyTorch has a wrong kernel on this CPU.
+"""Finds layers for which PyTorch has a wrong kernel on this CPU, and dtypes that it computes slowly.
 
 On CPUs with AMX, PyTorch 2.15 with oneDNN 3.13 computes some bfloat16 convolutions whose kernel is their stride, as in
 patch embeddings and spatial reductions, with a relative error above 1.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slab_det.runtime.errors import name_some
 from slab_det.runtime.tensors import map_tensors, tensors_in
+from slab_det.runtimes import find_row
 
 # mmcv's subclasses compute the same.
 PLAIN_CONVS = (nn.Conv2d, wrappers.Conv2d)
@@ -77,8 +78,17 @@ def _is_half(weight: Tensor | None) -> bool:
 
 
 @torch.no_grad()
-def warn_of_wrong_kernels(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Warns once if convolutions of ``model`` whose kernel is their stride are wrong in ``dtype`` on this CPU."""
+def warn_of_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Warns once if this CPU computes ``dtype`` slowly, and once if convolutions of ``model`` are wrong in it.
+
+    Convolutions whose kernel is their stride are checked. None and float32 are neither slow nor wrong.
+    """
+    weight, name = next(model.parameters(), None), str(dtype).removeprefix('torch.')
+    row = None if weight is None else find_row('eager', weight.device.type, name)
+    if row is None or name == 'float32':
+        return
+    if not row.need.is_met():
+        _warn(f'{name} is slower than float32 on this machine, because it needs {row.need.name}')
     wrong = [
         name
         for name, layer in model.named_modules()

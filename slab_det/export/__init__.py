@@ -3,13 +3,11 @@
 from slab_det.export.onnx_file import SCOPES, build_graph, export_onnx
 from slab_det.export.parity import ParityCheck, check_parity, random_images
 from slab_det.export.quantize import quantize_onnx
-from slab_det.export.runtime import PRECISIONS, RUNTIMES, ExportedDetector, load_runtime
+from slab_det.export.runtime import ExportedDetector, load_runtime
 from slab_det.families.masks import paste_masks
 from slab_det.runtime.errors import ExportError
 
 __all__ = [
-    'PRECISIONS',
-    'RUNTIMES',
     'SCOPES',
     'ExportError',
     'ExportedDetector',

@@ -13,9 +13,10 @@ import numpy as np
 from mmengine.logging import MMLogger
 
 from slab_det.export.equalize import IMAGES, MOST_NOISE, equalize
-from slab_det.export.runtime import METADATA_KEY, RUNTIMES, cuts_off_int8_sums, import_extra
+from slab_det.export.runtime import METADATA_KEY, cuts_off_int8_sums, import_extra
 from slab_det.families import EXPORTED
 from slab_det.runtime.run_folder import whole_file
+from slab_det.runtimes import EXPORT_RUNTIMES
 
 # Parts of the node names of layers that stay in float32. The first layer reads pixels, and is a hundredth of the work.
 # The others predict boxes and masks: one int8 step of a delta moves a large anchor by pixels.
@@ -43,7 +44,7 @@ def quantize_onnx(
     onnx = import_extra('onnx')
     quantization = import_extra('onnxruntime.quantization')
     if reduce_range is None:
-        reduce_range = any(cuts_off_int8_sums(runtime) for runtime in RUNTIMES if find_spec(runtime))
+        reduce_range = any(cuts_off_int8_sums(runtime) for runtime in EXPORT_RUNTIMES if find_spec(runtime))
 
     class Reader(quantization.CalibrationDataReader):
         def __init__(self, images: Iterable[np.ndarray]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
 from types import ModuleType
 
 import numpy as np
@@ -24,14 +23,16 @@ from torch import Tensor
 from slab_det.export.int8_sums import cuts_off_sums
 from slab_det.export.settings import follow_config
 from slab_det.families.masks import check_form, enlarge_masks, paste_masks
-from slab_det.machine import MACHINE, openvino_core
+from slab_det.machine import MACHINE
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.numbers import check_threads
+from slab_det.runtimes import EXPORT_RUNTIMES, RUNTIMES, precision_arguments
 
 METADATA_KEY = 'slab_det'
-PRECISIONS = ('f32', 'bf16')
 Run = Callable[[np.ndarray], dict[str, np.ndarray]]
+# Takes a file, or its content, the number of threads and the precision.
+Start = Callable[[str | bytes, int, str], Callable[[np.ndarray], list[np.ndarray]]]
 
 
 def find_resize(steps: Sequence[dict]) -> dict | None:
@@ -55,7 +56,7 @@ def import_extra(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        extra = 'openvino' if name == 'openvino' else 'onnx'
+        extra = RUNTIMES[name].extra if name in RUNTIMES else 'onnx'
         raise ExportError(f'the package {error.name} is not installed: pip install -e ".[{extra}]"') from error
 
 
@@ -66,48 +67,15 @@ def limit_threads(threads: int) -> int:
     return threads or (MACHINE.processors if is_limited else 0)
 
 
-def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
-    if precision != 'f32':
-        raise ExportError(f'ONNX Runtime runs a file in its own precision, not in {precision}: use runtime openvino')
-    onnxruntime = import_extra('onnxruntime')
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = limit_threads(threads)
-    session = onnxruntime.InferenceSession(model, options, providers=['CPUExecutionProvider'])
-    return lambda image: session.run(None, {'image': image})
-
-
-def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
-    options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
-    if limit_threads(threads):
-        options['INFERENCE_NUM_THREADS'] = limit_threads(threads)
-    import_extra('openvino')
-    core = openvino_core()
-    try:
-        request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
-    except RuntimeError as error:
-        if precision == 'f32':
-            raise
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ExportError(
-            f'OpenVINO cannot compute this file in {precision} on this CPU ({reason}); use precision f32'
-        ) from error
-    lock = Lock()
-
-    def run(image: np.ndarray) -> list[np.ndarray]:
-        # A request serves one thread at a time, and the next image overwrites its memory.
-        with lock:
-            return [np.array(value) for value in request.infer({'image': image}).to_tuple()]
-
-    return run
-
-
-RUNTIMES = {'onnxruntime': _run_in_onnxruntime, 'openvino': _run_in_openvino}
+def find_start(runtime: str) -> Start:
+    """The function that loads an exported file in a runtime, from the module that :data:`RUNTIMES` names."""
+    return import_module(RUNTIMES[runtime].module).start
 
 
 @lru_cache(None)
 def cuts_off_int8_sums(runtime: str) -> bool:
     """Whether a runtime needs weights of 7 bits on this CPU; see :mod:`slab_det.export.int8_sums`."""
-    return cuts_off_sums(partial(RUNTIMES[runtime], threads=1, precision='f32'))
+    return cuts_off_sums(partial(find_start(runtime), threads=1, precision='f32'))
 
 
 @dataclass(frozen=True)
@@ -149,17 +117,21 @@ def load_runtime(
         path: The file that :func:`export_onnx` or :func:`quantize_onnx` wrote.
         runtime: 'onnxruntime' or 'openvino'.
         threads: CPU threads; 0 lets the runtime choose, among the processors that this process may use.
-        precision: 'f32' or, with OpenVINO, 'bf16'.
+        precision: 'f32' or, with OpenVINO, 'bf16'; an int8 file has its own, and 'f32' for the rest.
         score_thr: Detections with this score or a smaller one are dropped; None for the threshold of the file.
 
     Raises:
         ExportError: If the runtime is unknown or not installed, this process may not use so many threads, or the file
             is missing, damaged, not from slab-det, or without the threshold to change.
     """
-    if runtime not in RUNTIMES:
-        raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
-    if precision not in PRECISIONS:
-        raise ExportError(f'precision {precision!r} is not one of {", ".join(PRECISIONS)}')
+    if runtime not in EXPORT_RUNTIMES:
+        raise ExportError(f'runtime {runtime!r} is not one of {", ".join(EXPORT_RUNTIMES)}')
+    if precision not in precision_arguments(runtime):
+        others = [name for name in EXPORT_RUNTIMES if precision in precision_arguments(name)]
+        raise ExportError(
+            f'precision {precision!r} is not one of {", ".join(precision_arguments(runtime))}, which {runtime} computes'
+            + ''.join(f': use runtime {name}' for name in others[:1])
+        )
     check_threads(threads, ExportError, least=0, name='threads=')
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
@@ -190,7 +162,7 @@ def load_runtime(
 
     def load(score_thr: float | None) -> Runtime:
         source = str(path) if score_thr is None else _set_threshold(path, score_thr)
-        run = RUNTIMES[runtime](source, threads, precision)
+        run = find_start(runtime)(source, threads, precision)
 
         def run_named(image: np.ndarray) -> dict[str, np.ndarray]:
             height, width = image.shape[2:]

@@ -10,7 +10,7 @@ from slab_det.backbones.adopt import adopt
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.patch_merging import deployed_merging
 from slab_det.backbones.replacements import replace_layers
-from slab_det.compare.kernels import warn_of_wrong_kernels
+from slab_det.compare.kernels import warn_of_precision
 from slab_det.families.deformable import deployed_deformable
 from slab_det.families.masks import check_form, encode_masks
 from slab_det.inference.cpu.patch_conv import patch_conv
@@ -21,7 +21,7 @@ from slab_det.inference.gpu.ffn_kernels import triton_ffn
 from slab_det.inference.gpu.graph import use_graphs
 from slab_det.inference.gpu.layers import TritonConv, fuse_fpn, fused_conv
 from slab_det.inference.gpu.window_kernels import triton_windows
-from slab_det.inference.precision import HALF_PRECISIONS, keep_boxes_float32, lower_precision
+from slab_det.inference.precision import keep_boxes_float32, lower_precision
 from slab_det.inference.trial import try_deployed
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.copying import copy_module
@@ -76,8 +76,7 @@ def deploy(
     check_form(masks, DeploymentError)
     check_finite(model, DeploymentError)
     dtype = None if dtype == torch.float32 else dtype
-    if dtype in HALF_PRECISIONS:
-        warn_of_wrong_kernels(model, dtype)
+    warn_of_precision(model, dtype)
     deployed = copy_module(model)
     if masks == 'rle':
         encode_masks(deployed)

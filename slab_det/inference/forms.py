@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
-from slab_det.machine import MACHINE
+from slab_det.runtimes import RUNTIMES, TABLE, find_missing, find_row
 
-# Runtime of slab_det.load_detector: its name in tables.
-RUNTIMES = {'eager': 'eager', 'torch': 'deployed', 'onnxruntime': 'ONNX Runtime', 'openvino': 'OpenVINO'}
-# The precisions of each runtime, on a CPU and on a GPU.
-ON_CPU = {
-    'eager': ('float32',),
-    'torch': ('float32', 'bfloat16'),
-    'onnxruntime': ('float32', 'int8'),
-    'openvino': ('float32', 'bfloat16', 'int8'),
-}
-ON_GPU = {'eager': ('float32',), 'torch': ('float32', 'float16')}
 # Options of slab_det.absorb for each budget of hidden channels, from many to few, by the name of the variant.
 CHANNELS = {
     'channels75': dict(keep='all', channels=0.75),
@@ -40,7 +29,7 @@ class Form:
 
     Attributes:
         runtime: A runtime of :func:`slab_det.load_detector`.
-        precision: 'float32', 'bfloat16', 'float16' or 'int8', for most layers.
+        precision: 'float32', 'bfloat16', 'float16' or 'int8', for most layers; see :mod:`slab_det.runtimes`.
         variant: What absorption removed: names of :data:`CHANNELS` and :data:`NORMS`; () for the original detector.
     """
 
@@ -58,7 +47,7 @@ class Form:
     def title(self) -> str:
         """The name of the form in tables."""
         precision = [self.precision] if self.runtime != 'eager' else []
-        return ', '.join([RUNTIMES[self.runtime], *precision, *([self.removed] * bool(self.variant))])
+        return ', '.join([RUNTIMES[self.runtime].title, *precision, *([self.removed] * bool(self.variant))])
 
     @property
     def removed(self) -> str:
@@ -78,7 +67,7 @@ class Form:
     @property
     def is_exported(self) -> bool:
         """Whether the form runs an ONNX file."""
-        return self.runtime in ('onnxruntime', 'openvino')
+        return bool(RUNTIMES[self.runtime].module)
 
     @property
     def effort(self) -> int:
@@ -87,34 +76,17 @@ class Form:
 
     def options(self, threads: int) -> dict:
         """The options of :func:`slab_det.load_detector` other than the files and the device."""
-        if self.runtime == 'torch':
-            return dict(dtype=getattr(torch, self.precision))
-        if self.runtime == 'openvino':
-            return dict(threads=threads, precision='bf16' if self.precision == 'bfloat16' else 'f32')
-        return dict(threads=threads) if self.is_exported else {}
+        if self.is_exported:
+            return dict(threads=threads, precision=find_row(self.runtime, 'cpu', self.precision).argument)
+        return {name: getattr(torch, self.precision) for name in RUNTIMES[self.runtime].options}
 
     def find_missing(self, device: str) -> str:
         """Returns what this machine lacks to run the form on ``device``, or ''."""
-        if device != 'cpu' and not MACHINE.has_gpu:
-            return 'a GPU that PyTorch sees'
-        if self.is_exported:
-            missing = [name for name in ('onnx', self.runtime) if find_spec(name) is None]
-            if missing:
-                extra = 'openvino' if self.runtime == 'openvino' else 'onnx'
-                return f'the package{"s" * (len(missing) > 1)} {" and ".join(missing)} (pip install -e ".[{extra}]")'
-            if (
-                self.runtime == 'openvino'
-                and self.precision == 'bfloat16'
-                and 'BF16' not in MACHINE.openvino_precisions
-            ):
-                return 'a CPU that multiplies bfloat16 in OpenVINO'
-        elif self.precision == 'bfloat16' and device == 'cpu' and not MACHINE.multiplies_bfloat16:
-            return 'a CPU that multiplies bfloat16 (AVX-512)'
-        return ''
+        return find_missing(self.runtime, device, self.precision)
 
 
 def list_forms(device: str) -> Iterator[Form]:
     """Yields the forms of the original detector on a device, also those that this machine cannot run."""
-    for runtime, precisions in (ON_CPU if device == 'cpu' else ON_GPU).items():
-        for precision in precisions:
-            yield Form(runtime, precision)
+    for row in TABLE:
+        if row.device == device and row.is_tried:
+            yield Form(row.runtime, row.precision)

@@ -17,12 +17,14 @@ from slab_det.families.masks import check_form, encode_masks
 from slab_det.fusion.fuse import check_statistics, fuse
 from slab_det.inference.deployment import deploy
 from slab_det.inference.folder import find_stored
+from slab_det.machine import find_device
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError
 from slab_det.runtime.memory import keep_freed_memory
 from slab_det.runtime.numbers import check_threads
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.runtime.registries import enter_scope
+from slab_det.runtimes import RUNTIMES
 
 # The process that imported this module, or the last fork of it that mend_threads has seen.
 _process = os.getpid()
@@ -150,7 +152,9 @@ def load_detector(
         keep_freed_memory()
     if weights is None:
         return _load_folder(config, runtime, device, masks, **options)
-    known = dict(torch=('dtype',), eager=()).get(runtime, ('threads', 'precision'))
+    if runtime not in RUNTIMES:
+        raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
+    known = RUNTIMES[runtime].options
     for name in options:
         if name not in known:
             takes = ' and '.join(known) or 'none'
@@ -158,8 +162,8 @@ def load_detector(
     if not isinstance(config, Config) and not Path(config).is_file():
         raise ConfigError(f'{config}: there is no such config; check its name')
     cfg = config if isinstance(config, Config) else Config.fromfile(config)
-    if runtime in ('torch', 'eager'):
-        model = build_detector(cfg, str(weights)).to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+    if not RUNTIMES[runtime].module:
+        model = build_detector(cfg, str(weights)).to(find_device(device))
         check_statistics(model, str(weights))
         meta = model.dataset_meta
         if runtime == 'torch':

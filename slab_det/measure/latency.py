@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import cv2
@@ -18,16 +16,18 @@ from mmdet.structures import DetDataSample
 from torch import nn
 
 from slab_det.compare.features import input_channels
-from slab_det.compare.kernels import warn_of_wrong_kernels
+from slab_det.compare.kernels import warn_of_precision
+from slab_det.machine import find_device
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
-from slab_det.measure.scopes import DTYPES, SCOPES
+from slab_det.measure.scopes import SCOPES
+from slab_det.measure.timer import compare_times, time_in_turns
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.memory import keeps_freed_memory
 from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.numbers import check_size, check_threads
-from slab_det.runtime.progress import Progress
+from slab_det.runtimes import precisions
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def measure_latency(
         SlabDetError: For an unknown scope or dtype, no rounds, an impossible size or number of threads, a device that
             PyTorch does not see, a model that was deployed on another device, or an image that cannot be decoded.
     """
-    for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, DTYPES)):
+    for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, precisions('eager'))):
         if value not in known:
             raise SlabDetError(f'{what} {value!r} is not one of {", ".join(known)}')
     check_conditions(rounds, warmup, size, threads)
@@ -131,19 +131,15 @@ def measure_latency(
             for name, model in models.items()
         }
         costs = {name: measure_cost(model.parts(), model) if cost else None for name, model in timed.items()}
-        times = {name: [] for name in models}
         with torch.inference_mode():
-            for index in Progress(range(warmup + rounds), 'Measuring', disable=not progress):
-                for name in list(models)[:: -1 if index % 2 else 1]:
-                    times[name].append(_time(timed[name]))
+            times = time_in_turns(timed, rounds, warmup, device, progress=progress)
         environment = describe_environment(device)
     finally:
         torch.set_num_threads(torch_threads)
         cv2.setNumThreads(image_threads)
-    times = {name: np.array(values[warmup:]) for name, values in times.items()}
     base, results = next(iter(times.values())), {}
     for name, values in times.items():
-        low, ratio, high = np.percentile(values / base, [25, 50, 75]).tolist()
+        compared = compare_times(values, base)
         results[name] = LatencyResult(
             scope=scope,
             timed=SCOPES[scope],
@@ -160,8 +156,8 @@ def measure_latency(
             mean_ms=float(np.mean(values)),
             std_ms=float(np.std(values)),
             p95_ms=float(np.percentile(values, 95)),
-            ratio=ratio,
-            ratio_quartiles=(low, high),
+            ratio=compared.ratio,
+            ratio_quartiles=compared.quartiles,
             cost=costs[name],
             environment=environment,
         )
@@ -226,23 +222,6 @@ def describe_scope(latency: Mapping) -> str:
     return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {how}'
 
 
-def find_device(name: str | torch.device) -> torch.device:
-    """Returns the torch device with this name.
-
-    Raises:
-        SlabDetError: If PyTorch does not see the device.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SlabDetError(
-            f'device {str(name)!r} is not available: torch {torch.__version__} sees the CPU and '
-            f'{torch.cuda.device_count()} CUDA devices; use --device cpu'
-        ) from error
-    return device
-
-
 class _TimedModel:
     """A model with its input image; each call is one round. Arguments as in :func:`measure_latency`."""
 
@@ -270,8 +249,7 @@ class _TimedModel:
         has_dtype = is_deployed(model) or self.weights_dtype != torch.float32
         self.dtype = self.weights_dtype if has_dtype else dtype
         self.autocast = self.weights_dtype != self.dtype
-        if self.dtype in (torch.bfloat16, torch.float16):
-            warn_of_wrong_kernels(model, self.dtype)
+        warn_of_precision(model, self.dtype)
         self.is_gray = input_channels(model) == 1
         normalize = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True)
         normalize = dict(mean=[127.5], std=[57.5]) if self.is_gray else normalize
@@ -314,16 +292,6 @@ class _TimedModel:
         """Returns the modules of the scope."""
         found = [getattr(self.model, name, None) for name in self.scope.split('+')]
         return [part for part in found if part is not None] or [self.model]
-
-
-def _time(model: _TimedModel) -> float:
-    """Returns the wall time of one round in milliseconds, including the work that CUDA runs asynchronously."""
-    wait = partial(torch.cuda.synchronize, model.device) if model.device.type == 'cuda' else lambda: None
-    wait()
-    start = time.perf_counter()
-    model()
-    wait()
-    return (time.perf_counter() - start) * 1e3
 
 
 def _read_image(path: str | None, size: tuple[int, int]) -> bytes:

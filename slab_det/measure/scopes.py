@@ -1,4 +1,4 @@
-"""Scopes and dtypes of latency measurements. Imports nothing, so that ``--help`` lists them without importing torch."""
+"""Scopes of latency measurements. Imports nothing, so that ``--help`` lists them without importing torch."""
 
 # Scope: the work inside the timed region.
 SCOPES = {
@@ -9,4 +9,3 @@ SCOPES = {
     'end-to-end': 'from the bytes of the image file in memory to predictions on the original image: decoding, '
     'resizing, normalisation, padding, copy to the device, backbone, neck, all heads, NMS, masks pasted to full size',
 }
-DTYPES = ('float32', 'float16', 'bfloat16')

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from slab_det.compare.agreement import ASSUMED_AP, agreement, agreement_error, expected_loss
+from slab_det.measure.timer import compare_times
 from slab_det.optimization.records import Records
 
 # Losses of AP up to this one, in points, count as none when forms are compared with each other.
@@ -93,19 +94,16 @@ def summarize(
     Raises:
         AgreementError: See :func:`~slab_det.compare.agreement.agreement`.
     """
-    ratios = records.ratios(key, base)
-    least, low, ratio, high, most = np.percentile(ratios, [0, 25, 50, 75, 100]).tolist()
+    times = records.times(key, base)
     reference, other = records.pairs(key, base)
     value, error = (1.0, 0.0) if key == base else (agreement(reference, other), agreement_error(reference, other))
     losses = [100 * expected_loss(min(max(value + step * error, 0), 1), ap) for step in (2, 0, -2)]
     return Measured(
         key=key,
         changes=changes,
-        rounds=len(ratios),
+        rounds=len(times),
         median_ms=float(np.median(records.times(key))),
-        ratio=ratio,
-        quartiles=(low, high),
-        extremes=(least, most),
+        **compare_times(times, records.times(base, key))._asdict(),
         agreement=value,
         images=len(reference),
         detections=sum(len(found.scores) for found in reference),

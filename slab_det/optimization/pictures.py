@@ -53,9 +53,9 @@ def agreement_figure(content: Mapping) -> Figure:
     axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 1])
     places, handles = [], []
     for number, (entry, (start, end, time)) in enumerate(zip(entries, times, strict=True), 1):
-        colour, y = RUNTIME_COLOURS[entry['runtime']], max(entry['agreement'], low + 0.02 * (high - low))
+        colour, y = RUNTIME_COLOURS.get(entry['runtime'], INK), max(entry['agreement'], low + 0.02 * (high - low))
         look = dict(color=colour, mfc='white' if entry['dropped_for'] else colour, ms=5)
-        look['marker'] = 'v' if entry['agreement'] < y else MARKERS[entry['precision']]
+        look['marker'] = 'v' if entry['agreement'] < y else MARKERS.get(entry['precision'], 'P')
         axes.plot([start, end], [y, y], color=colour, lw=1)
         axes.plot(time, y, ls='', zorder=3, **look)
         if is_best := entry['key'] == content['recommended']:

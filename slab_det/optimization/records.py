@@ -83,13 +83,9 @@ class Records:
         """The number of rounds of a form."""
         return sum(key in times for times in self.rounds)
 
-    def times(self, key: str) -> np.ndarray:
-        """The milliseconds of a form in each of its rounds."""
-        return np.array([times[key] for times in self.rounds if key in times])
-
-    def ratios(self, key: str, base: str) -> np.ndarray:
-        """The time of a form over the time of ``base`` in the same round."""
-        return np.array([times[key] / times[base] for times in self.rounds if key in times and base in times])
+    def times(self, key: str, other: str | None = None) -> np.ndarray:
+        """The milliseconds of a form in each of its rounds, or of those that ``other`` took part in."""
+        return np.array([times[key] for times in self.rounds if {key, other or key} <= times.keys()])
 
     def pairs(self, key: str, base: str) -> tuple[list[Detections], list[Detections]]:
         """The detections of ``base`` and of a form in each image that both have seen."""

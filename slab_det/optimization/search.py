@@ -18,8 +18,8 @@ from slab_det.compare.agreement import as_detections
 from slab_det.fusion.fuse import check_statistics
 from slab_det.inference.folder import FILE
 from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
+from slab_det.machine import find_device
 from slab_det.measure.environment import describe_environment
-from slab_det.measure.latency import find_device
 from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.images import SplitImages
@@ -32,6 +32,7 @@ from slab_det.runtime.errors import ConfigError, DataError, SlabDetError, config
 from slab_det.runtime.mute import mute_log
 from slab_det.runtime.numbers import check_threads
 from slab_det.runtime.run_folder import check_writable, locked
+from slab_det.runtimes import EXPORT_RUNTIMES
 
 # Rounds after which forms are dropped, and rounds of each form that is left.
 FIRST_ROUNDS, ROUNDS = SURE_ROUNDS, 30
@@ -106,7 +107,7 @@ def optimize(
         # The user gave the folder.
         error.filename = str(out)
         raise
-    device = find_device(device or ('cuda' if torch.cuda.is_available() else 'cpu')).type
+    device = find_device(device).type
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -353,7 +354,7 @@ def _digest_weights(detector: nn.Module) -> str:
 
 def _runtime_versions() -> dict[str, str]:
     found = {}
-    for name in ('onnxruntime', 'openvino'):
+    for name in EXPORT_RUNTIMES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -6,10 +6,12 @@ import gc
 import time
 from collections.abc import Container, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from slab_det.compare.agreement import as_detections
 from slab_det.inference.forms import Form
 from slab_det.inference.serving import ServedDetector, load_detector
+from slab_det.measure.timer import PAUSE_SECONDS, take_turns, time_call
 from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.records import Records
@@ -18,8 +20,6 @@ from slab_det.runtime.errors import describe_reason
 from slab_det.runtime.memory import memory_growth
 from slab_det.runtime.progress import Progress
 
-# After a call the threads of a runtime spin for a while; they must not take the cores from the next call.
-PAUSE_SECONDS = 0.05
 # Fewest rounds of a form: with fewer, it is not called faster.
 LEAST_ROUNDS = SURE_ROUNDS
 BASE = Form('eager')
@@ -131,11 +131,15 @@ class Turns:
         config, weights = self.variants.files(form)
         info = asdict(form) | dict(disk_mb=sum(path.stat().st_size for path in (config, weights)) / 1e6)
         with memory_growth(self.device) as memory:
-            start = time.perf_counter()
             device = None if form.is_exported else self.device
-            served = load_detector(config, weights, form.runtime, device, **form.options(self.threads))
-            served(self.images.contents[image])
-            info['first_s'] = time.perf_counter() - start
+
+            def load() -> ServedDetector:
+                served = load_detector(config, weights, form.runtime, device, **form.options(self.threads))
+                served(self.images.contents[image])
+                return served
+
+            milliseconds, served = time_call(load)
+            info['first_s'] = milliseconds / 1e3
         info['memory_mb'] = memory.megabytes
         if form.is_exported:
             info['weight_bits'] = served.model.runtime.metadata.get('int8_weight_bits')
@@ -148,17 +152,14 @@ class Turns:
         unseen = (i for i in self.order if any(i not in records.found.get(key, {}) for key in keys))
         image = next(unseen, self.order[len(records.rounds) % len(self.order)])
         content = self.images.contents[image]
-        for key in keys[:: -1 if len(records.rounds) % 2 else 1]:
+        for key in take_turns(keys, len(records.rounds)):
             served, is_new = self.served[key], image not in records.found.get(key, {})
             try:
                 if self.images.shapes[image] not in self.warm[key]:
                     # The first image of a size compiles kernels or captures a graph.
                     served(content)
                     self.warm[key].add(self.images.shapes[image])
-                time.sleep(PAUSE_SECONDS)
-                start = time.perf_counter()
-                sample = served(content)
-                times[key] = (time.perf_counter() - start) * 1e3
+                times[key], sample = time_call(partial(served, content), self.device, PAUSE_SECONDS)
                 if is_new:
                     found[key] = as_detections(sample)
             except Exception as error:

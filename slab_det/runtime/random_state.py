@@ -9,11 +9,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from slab_det.machine import MACHINE
+
 
 def random_state() -> dict:
     """Returns the state of Python's, numpy's and torch's generators, in types that a checkpoint may hold."""
     state = dict(python=random.getstate(), numpy=np.random.get_state(legacy=False), torch=torch.get_rng_state())
-    if torch.cuda.is_available():
+    if MACHINE.has_gpu:
         state['cuda'] = torch.cuda.get_rng_state()
     return state
 
@@ -24,7 +26,7 @@ def set_random_state(state: Mapping) -> None:
     random.setstate((version, tuple(values), gauss))
     np.random.set_state(state['numpy'])
     torch.set_rng_state(state['torch'].cpu())
-    if 'cuda' in state and torch.cuda.is_available():
+    if 'cuda' in state and MACHINE.has_gpu:
         torch.cuda.set_rng_state(state['cuda'].cpu())
 
 

@@ -394,6 +394,8 @@ def test_file_of_another_program_is_refused(tmp_path):
         load_runtime(tmp_path / 'other.onnx', 'tensorrt')
     with pytest.raises(ExportError, match="precision 'fp16' is not one of f32, bf16"):
         load_runtime(tmp_path / 'other.onnx', 'openvino', precision='fp16')
+    with pytest.raises(ExportError, match="precision 'bf16' is not one of f32, which onnxruntime computes"):
+        load_runtime(tmp_path / 'other.onnx', precision='bf16')
 
 
 def test_linear_layers_of_tokens_need_no_gather(exported):

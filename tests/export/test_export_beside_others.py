@@ -54,10 +54,10 @@ def test_facts_that_no_file_can_hold_are_refused_before_the_trace(small_detector
 SIGNALS = """
 import os, signal
 from slab_det.export.int8_sums import largest_product
-from slab_det.export.runtime import RUNTIMES
+from slab_det.export.in_openvino import start
 
 signal.signal(signal.SIGUSR1, lambda *_: print('handled'))
-files = [RUNTIMES['openvino'](largest_product(), threads=1, precision='f32') for _ in range(3)]
+files = [start(largest_product(), threads=1) for _ in range(3)]
 while files:
     # The oldest first, as a server does that replaces its files.
     del files[0]

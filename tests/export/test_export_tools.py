@@ -1,4 +1,4 @@
-"""export_onnx.py and test_onnx.py, end to end on generated images."""
+"""export_onnx.py and test.py with exported files, end to end on generated images."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from mmengine.config import Config
 from slab_det.data import SyntheticShapes, generate
 from slab_det.export import load_runtime, parity
 from slab_det.export.runtime import METADATA_KEY
+from slab_det.measure.report_file import read_report
 
 CLASSES = [*SyntheticShapes.METAINFO['classes']]
 
@@ -54,20 +55,31 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     result = json.loads((tmp_path / 'ap.json').read_text())
     assert result['ap'].keys() == {'bbox', 'segm'} and result['dataset']['images'] == 4
     assert result['file'].endswith('int8.onnx') and result['runtime'] == 'onnxruntime'
+    tested = '--work-dir', tmp_path / 'test', '--report', tmp_path / 'report.json', '--threads', 1
+    call('test.py', run[0], quantized, *tested)
+    (entry,) = read_report(tmp_path / 'report.json')
+    assert entry.ap == result['ap'] and entry.name.endswith('-onnxruntime-int8')
     # The same names in another order: label 0 would be compared with another class.
     model = onnx.load(quantized)
     metadata = load_runtime(quantized).metadata | dict(dataset_meta=dict(classes=CLASSES[::-1]))
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
     onnx.save(model, tmp_path / 'reversed.onnx')
-    outcome = call('test_onnx.py', run[0], tmp_path / 'reversed.onnx', *arguments, code=1)
+    outcome = call('test.py', run[0], tmp_path / 'reversed.onnx', *tested, code=1)
     message = r"error: test dataset: .* not the 4 of .*reversed\.onnx .* label 0 is 'star' there and 'circle' here"
     assert re.search(message, outcome.err.splitlines()[-1]), outcome.err
     option = 'test_dataloader.dataset.pipeline.1.scale=(96,80)'
-    outcome = call('test_onnx.py', run[0], out, *arguments, '--cfg-options', option, code=1)
+    outcome = call('test.py', run[0], out, *tested, '--cfg-options', option, code=1)
     message = r"model.onnx was exported for .*'scale': \[192, 160\].* this config has .*\[96, 80\].*other objects"
     assert re.search(message, outcome.err.splitlines()[-1]), outcome.err
     outcome = call('test_onnx.py', run[0], out, '--json', 'config.py/ap.json', code=1)
     assert 'config.py/ap.json: Not a directory' in outcome.err.splitlines()[-1]
+    for options, message in (
+        (['--deploy'], 'model.onnx says how its detector runs, as onnxruntime: leave out --deploy'),
+        (['--dtype', 'bfloat16'], 'onnxruntime-bfloat16 needs .* onnxruntime does not compute bfloat16 on cpu'),
+        (['--runtime', 'openvino', '--dtype', 'float16'], 'openvino does not compute float16 on cpu'),
+    ):
+        refused = call('test.py', run[0], out, *tested, *options, code=1).err
+        assert re.search(message, refused.splitlines()[-1]), refused
     damaged = torch.load(run[1], weights_only=True)
     damaged['state_dict']['roi_head.mask_head.conv_logits.bias'][0] = float('nan')
     torch.save(damaged, tmp_path / 'damaged.pth')

@@ -77,7 +77,7 @@ def test_a_file_whose_sums_do_not_fit_this_cpu_is_told(small_detector, tmp_path,
 @pytest.mark.parametrize('runtime', ['onnxruntime', 'openvino'])
 def test_runtimes_are_asked_whether_sums_fit(runtime):
     pytest.importorskip(runtime)
-    plain = export_runtime.RUNTIMES[runtime]
+    plain = export_runtime.find_start(runtime)
 
     def cut(source, **options):
         run = plain(source, **options)

@@ -13,7 +13,7 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 import slab_det
-from slab_det.measure import latency
+from slab_det.measure import timer
 from slab_det.measure.latency import LatencyResult, latency_table
 from slab_det.runtime.errors import SlabDetError
 
@@ -66,7 +66,7 @@ def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     # One warm-up round and three timed rounds; every second round starts with b.
     times = iter([900.0, 900.0, 20.0, 10.0, 11.0, 22.0, 24.0, 12.0])
     readings = (reading for elapsed in times for reading in (0.0, elapsed / 1e3))
-    monkeypatch.setattr(latency, 'time', SimpleNamespace(perf_counter=lambda: next(readings)))
+    monkeypatch.setattr(timer, 'time', SimpleNamespace(perf_counter=lambda: next(readings), sleep=lambda _: None))
     models = {'a': nn.Identity(), 'b': nn.Identity()}
     results = slab_det.measure_latency(models, scope='backbone', **QUICK)
     a, b = results.values()

@@ -40,7 +40,7 @@ def test_what_was_found_is_read_again(tmp_path, records, found):
     records.add(3, dict(eager=4.0), {})
     again = Records(tmp_path, KEY)
     assert again.rounds == records.rounds and not again.damaged
-    assert again.times('eager').tolist() == [2, 4] and again.ratios('other', 'eager').tolist() == [0.5]
+    assert again.times('eager').tolist() == [2, 4] and again.times('eager', 'other').tolist() == [2]
     for read in (records.found['eager'][3], again.found['eager'][3]):
         assert read.scores.tolist() == found.scores.tolist() and read.labels.tolist() == found.labels.tolist()
         assert isinstance(read.regions, list) == isinstance(found.regions, list)

@@ -34,7 +34,7 @@ def test_model_is_moved_to_the_device_before_deployment(call, small_detector_cfg
         devices.append({str(parameter.device) for parameter in model.parameters()})
         raise SystemExit(0)
 
-    monkeypatch.setattr('slab_det.measure.latency.find_device', lambda name: torch.device('meta'))
+    monkeypatch.setattr('slab_det.machine.find_device', lambda name: torch.device('meta'))
     monkeypatch.setattr('slab_det.deploy', deploy)
     Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('layernorm.py')
     call('latency.py', 'layernorm.py', '--deploy', *QUICK)

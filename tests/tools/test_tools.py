@@ -19,6 +19,7 @@ from slab_det import export
 from slab_det.cli import COMMANDS
 from slab_det.fusion.affine import fold_into_output
 from slab_det.recalibration import PIPELINES
+from slab_det.runtimes import EXPORT_RUNTIMES
 
 TOOLS = CONFIGS.parent / 'tools'
 
@@ -36,12 +37,12 @@ for tool in sys.argv[1:]:
 
 def test_every_command_has_a_tool_whose_help_does_not_import_torch() -> None:
     tools = [str(path) for path in TOOLS.glob('*.py')]
-    assert {Path(tool).stem for tool in tools} == {*COMMANDS.values()}
+    assert {Path(tool).stem for tool in tools} == {*COMMANDS.values(), 'test_onnx'}
     done = subprocess.run([sys.executable, '-c', HELP, *tools], capture_output=True, text=True, cwd=TOOLS.parent)
     assert done.stderr.splitlines() == tools
 
 
-@pytest.mark.parametrize('module', COMMANDS.values())
+@pytest.mark.parametrize('module', [*COMMANDS.values(), 'test_onnx'])
 def test_every_command_runs_as_a_module(module: str, monkeypatch, capsys) -> None:
     """``python -m slab_det.cli.train CONFIG`` did nothing, with the exit code of success."""
     monkeypatch.setattr(sys, 'argv', [module, '--help'])
@@ -56,8 +57,10 @@ def test_every_command_runs_as_a_module(module: str, monkeypatch, capsys) -> Non
         ('absorb.py', 'pipeline', PIPELINES),
         ('recalibrate.py', 'pipeline', PIPELINES),
         ('export_onnx.py', 'scope', export.SCOPES),
-        ('test_onnx.py', 'runtime', export.RUNTIMES),
-        ('test_onnx.py', 'precision', export.PRECISIONS),
+        ('test_onnx.py', 'runtime', EXPORT_RUNTIMES),
+        ('test_onnx.py', 'precision', ('f32', 'bf16')),
+        ('test.py', 'runtime', EXPORT_RUNTIMES),
+        ('latency.py', 'dtype', ('float32', 'float16', 'bfloat16')),
     ],
 )
 def test_help_lists_the_choices_of_the_package(tool: str, flag: str, names: Iterable[str], call) -> None:

@@ -1,0 +1,18 @@
+"""Runs exported files in ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from slab_det.export.runtime import import_extra, limit_threads
+
+
+def start(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:
+    """Loads a file, or its content; returns the function from its input to its outputs."""
+    onnxruntime = import_extra('onnxruntime')
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = limit_threads(threads)
+    session = onnxruntime.InferenceSession(model, options, providers=['CPUExecutionProvider'])
+    return lambda image: session.run(None, {'image': image})
