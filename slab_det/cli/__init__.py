@@ -26,6 +26,7 @@ COMMANDS = {
     'fuse': 'fuse',
     'convert': 'convert_checkpoint',
     'export': 'export_onnx',
+    'serve': 'serve',
     'test-onnx': 'test_onnx',
     'report': 'report',
 }
