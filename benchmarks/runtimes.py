@@ -379,9 +379,9 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, relative to mmdet's eager mode."""
     measured, forms = by_name_and_form(rows)
     models = {
-        SWIN[1]: ('0.6', 'with LayerNorm'),
+        SWIN[1]: ('0.45', 'with LayerNorm'),
         'Swin-T, absorbed, none kept': (INK, 'without norms'),
-        'SLAB-Swin-T': ('0.85', 'without norms, linear attention (SLAB)'),
+        'SLAB-Swin-T': ('0.8', 'without norms, linear attention (SLAB)'),
     }
     figure = Figure(figsize=(WIDTH, 0.5 * len(forms) + 0.7))
     axes = figure.subplots()
