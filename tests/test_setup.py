@@ -43,7 +43,7 @@ def locked(name: str) -> list[tuple[Requirement, int]]:
 
 def declared(name: str) -> list[Requirement]:
     """What a lock must have: the requirements of the package, and those of the extras that the lock is for."""
-    settings = read_configuration(ROOT / 'pyproject.toml')['project']
+    settings = read_configuration(ROOT / 'pyproject.toml', expand=False)['project']
     extras = dict(run=('openvino', 'serve'), test=('test',), docs=('docs',))[name]
     lines = [line for extra in extras for line in settings['optional-dependencies'][extra]]
     return [Requirement(line) for line in lines + settings['dependencies'] * (name != 'docs')]
