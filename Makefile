@@ -2,7 +2,9 @@
 .PHONY: quickstart test lint clean help
 
 # The environment holds dependencies only; PYTHONPATH makes the code the one in this tree, also in subprocesses.
-ACTIVATE = venv=$$(tools/venv.sh) && export PATH="$$venv/bin:$$PATH" PYTHONPATH="$(CURDIR)"
+ACTIVATE = venv=$$(tools/venv.sh $(PARTS)) && export PATH="$$venv/bin:$$PATH" PYTHONPATH="$(CURDIR)"
+
+test lint: PARTS = test
 
 quickstart: # trains small detectors on generated images, finds the fastest form, prints AP and latency
 	@$(ACTIVATE) && python tools/quickstart.py

@@ -44,4 +44,10 @@ class BuildWithMim(build_py):
             target.write_text(text, encoding='utf-8')
 
 
-setup(cmdclass={'build_py': BuildWithMim})
+def describe() -> str:
+    """README.md as a page of the package: without pictures and links to files, which lie in the repository."""
+    text = re.sub(r'^!\[.*\n\n', '', (HERE / 'README.md').read_text(encoding='utf-8'), flags=re.MULTILINE)
+    return re.sub(r'\[([^\]]*)\]\((?!https?:)[^)]*\)', r'\1', text)
+
+
+setup(cmdclass={'build_py': BuildWithMim}, long_description=describe(), long_description_content_type='text/markdown')

@@ -2,6 +2,7 @@
 
     python -m benchmarks.runtimes --threads 2
     python -m benchmarks.runtimes --figure docs/latency.svg
+    python -m benchmarks.runtimes --processors  # the tables of README.md and docs/latency.md
 
 Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every Mask R-CNN and none in RetinaNet;
 int8 is calibrated on noise, which does not change latency. All detectors of one form are measured in the same rounds,
@@ -44,15 +45,16 @@ from slab_det.runtime.pipeline import ImagePipeline
 CALIBRATION_SIZE = (320, 416)
 # The test pipeline without resizing.
 STEPS = (dict(type='LoadImageFromFile'), dict(type='PackDetInputs'))
+NOT_MEASURED = 'not measured'
 
 Call = Callable[[], object]
 
 
 # Kinds of processors: the files with their rows. The deployed forms of mmdet's detector were measured on another Xeon.
 PROCESSORS = {
-    'AMX (Intel Xeon)': ('runtimes', 'runtimes_mmdet_deployed'),
-    'AVX-512 with bfloat16 (AMD EPYC, Zen 4)': ('runtimes_epyc',),
-    'AVX2 alone (AMD EPYC, Zen 3)': ('runtimes_avx2',),
+    'CPU with AMX (Intel Xeon)': ('runtimes', 'runtimes_mmdet_deployed'),
+    'CPU with AVX-512 (AMD EPYC, Zen 4)': ('runtimes_epyc',),
+    'CPU with AVX2 alone (AMD EPYC, Zen 3)': ('runtimes_avx2',),
 }
 
 
@@ -272,17 +274,81 @@ def table(rows: Sequence[dict]) -> str:
     return format_table(('', *forms), lines)
 
 
-def processors_table(name: str = 'Swin-T, mmdet') -> str:
+def ratios_table(name: str = 'Swin-T, mmdet') -> str:
     """mmdet's own detector in each form on each kind of processor, over its eager mode there; the fastest is bold."""
     forms = [form for form in FORMS if form not in ('eager', 'torch.compile')]
     lines = []
-    for processor, files in PROCESSORS.items():
-        rows = [row for file in files for row in Results(FOLDER / f'{file}.json').select(name=name, scope='detector')]
-        measured = {row['form']: row['to_mmdet'] for row in rows if row['size'] == '800x1216'}
+    for processor in PROCESSORS:
+        measured = {form: row['to_mmdet'] for (stored, form), row in rows_of(processor).items() if stored == name}
         least = min(measured[form] for form in forms if form in measured)
         cells = (measured.get(form) for form in forms)
         lines.append([processor, *('–' if x is None else f'**{x:.2f}**' if x == least else f'{x:.2f}' for x in cells)])
     return format_table(('', *forms), lines)
+
+
+def rows_of(processor: str) -> dict[tuple[str, str], dict]:
+    """The stored rows of whole detectors at 800x1216 on a kind of processor, by name and form."""
+    stored = (Results(FOLDER / f'{file}.json') for file in PROCESSORS[processor])
+    rows = [row for results in stored for row in results.select(size='800x1216', scope='detector')]
+    return by_name_and_form(rows)[0]
+
+
+def processors_table() -> str:
+    """Milliseconds of a Mask R-CNN with Swin-T on each kind of machine: the first table of README.md.
+
+    The columns are mmdet's own detector in eager mode, its fastest form, and the same form with half of the
+    multiply-adds; beside a form stands the change of the hard detectors' mask AP in it.
+    """
+    lines = []
+    for processor in PROCESSORS:
+        measured = rows_of(processor)
+        forms = {form: row for (name, form), row in measured.items() if name == SWIN[0] and form != 'eager'}
+        fastest = min(forms, key=lambda form: forms[form]['to_mmdet'])
+        eager, half = measured.get((SWIN[0], 'eager')), measured.get(('Swin-T, half of the multiply-adds', fastest))
+        cells = [milliseconds(eager), f'{milliseconds(forms[fastest])} ({name_form(fastest)})']
+        halved = f'{milliseconds(half)} ({name_form(fastest)})' if half else NOT_MEASURED
+        cells += [ap_change('hard, LayerNorm', fastest), halved]
+        lines.append([processor, *cells, ap_change('hard, half of the multiply-adds', fastest) if half else '–'])
+    gpu = Results(FOLDER / 'gpu.json')
+
+    def on_gpu(name: str, form: str) -> str:
+        return milliseconds(next(iter(gpu.select(part='detectors', name=name, form=form)), None))
+
+    fastest = f'{on_gpu(SWIN[1], "graph, float16")} (`deploy`, float16; SLABSwin)'
+    half = on_gpu('Swin-T, half of the multiply-adds', 'graph, float16')
+    lines.append(['NVIDIA H100', on_gpu(SWIN[0], 'eager, float32'), fastest, NOT_MEASURED, half, '–'])
+    title = (
+        '',
+        'mmdet eager, float32',
+        'fastest form',
+        'AP change',
+        'the same, half of the multiply-adds',
+        'AP change',
+    )
+    return format_table(title, lines)
+
+
+def milliseconds(row: Mapping | None) -> str:
+    """The time of a row; its ratio to mmdet's eager mode, where only that was written down."""
+    if row is None:
+        return NOT_MEASURED
+    if 'median_ms' not in row:
+        return f'{row["to_mmdet"]:.2f} of eager'
+    return f'{row["median_ms"]:,.0f}' if row['median_ms'] >= 100 else f'{row["median_ms"]:.1f}'
+
+
+def name_form(form: str) -> str:
+    """The name of a form, with its precision."""
+    name, _, precision = form.replace('deployed', '`deploy`').partition(', ')
+    return f'{name}, {precision or "float32"}'
+
+
+def ap_change(name: str, form: str) -> str:
+    """Mask AP of a hard detector in an int8 form minus the teacher's in float32; other forms have no row."""
+    stored = {(row['name'], row['form']): row for row in Results(FOLDER / 'int8.json').rows}
+    kinds = {'ONNX Runtime, int8': 'int8', 'OpenVINO, int8': 'int8 in OpenVINO'}
+    row, teacher = stored.get((name, kinds.get(form))), stored['hard, LayerNorm', 'float32']
+    return f'{100 * (row["segm"] - teacher["segm"]):+.1f}' if row else NOT_MEASURED
 
 
 def channels_table(rows: Sequence[dict]) -> str:
@@ -303,9 +369,9 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, relative to mmdet's eager mode."""
     measured, forms = by_name_and_form(rows)
     models = {
-        SWIN[1]: ('0.6', 'with LayerNorm'),
+        SWIN[1]: ('0.45', 'with LayerNorm'),
         'Swin-T, absorbed, none kept': (INK, 'without norms'),
-        'SLAB-Swin-T': ('0.85', 'without norms, linear attention (SLAB)'),
+        'SLAB-Swin-T': ('0.8', 'without norms, linear attention (SLAB)'),
     }
     figure = Figure(figsize=(WIDTH, 0.5 * len(forms) + 0.7))
     axes = figure.subplots()
@@ -334,10 +400,10 @@ def main() -> None:
     parser.add_argument('--threads', type=int, default=2)
     parser.add_argument('--out', type=Path, default=FOLDER / 'runtimes.json')
     parser.add_argument('--figure', type=Path, metavar='SVG', help='draw whole detectors at the first size, and exit')
-    parser.add_argument('--processors', action='store_true', help='print the table of processors, and exit')
+    parser.add_argument('--processors', action='store_true', help='print the tables of processors, and exit')
     args = parser.parse_args()
     if args.processors:
-        return print(processors_table())
+        return print(f'{processors_table()}\n\n{ratios_table()}')
     if args.figure:
         return draw(Results(args.out).select(size=args.sizes[0], scope='detector'), args.figure)
     runtimes = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}

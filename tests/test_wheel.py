@@ -70,6 +70,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / 'site'
 
 
+def test_the_description_leads_nowhere_that_is_only_in_the_repository(site: Path) -> None:
+    (metadata,) = site.glob('slab_det-*.dist-info/METADATA')
+    text = metadata.read_text()
+    assert 'Milliseconds for an image' in text and '](docs/' not in text and '![' not in text
+    assert '](https://arxiv.org' in text and 'Project-URL: Paper' in text
+    assert {'opencv-python', 'pillow', 'safetensors'} <= set(
+        re.findall(r'^Requires-Dist: ([\w-]+)', text, re.MULTILINE)
+    )
+
+
 def test_every_config_is_in_the_wheel_and_means_what_it_means_in_the_repository(site: Path) -> None:
     installed = {path.name: path for path in (site / 'slab_det/.mim/configs').glob('[!_]*/*.py')}
     assert installed.keys() == {path.name for pattern in ('*.py', 'pretrain/*.py') for path in CONFIGS.glob(pattern)}

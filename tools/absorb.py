@@ -1,4 +1,4 @@
-"""Absorbs the LayerNorms of a trained detector: see slab_det/cli/absorb.py."""
+"""Removes hidden channels and LayerNorms of a trained detector: see slab_det/cli/absorb.py."""
 
 from slab_det_command import run
 

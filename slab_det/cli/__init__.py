@@ -26,6 +26,7 @@ COMMANDS = {
     'fuse': 'fuse',
     'convert': 'convert_checkpoint',
     'export': 'export_onnx',
+    'serve': 'serve',
     'report': 'report',
 }
 

@@ -1,25 +1,12 @@
-"""The pictures of the README and of docs/absorb.md show every way, from the stored results."""
+"""The pictures of docs/absorb.md and docs/latency.md are those of the stored results."""
+
+import re
 
 import pytest
 
-from benchmarks import ap_latency
+from benchmarks import runtimes
 from benchmarks.absorb import figure as absorbed
-
-
-def test_every_way_is_in_the_picture_of_ap_over_time(tmp_path):
-    ap_latency.draw(tmp_path / 'ap.svg')
-    picture = (tmp_path / 'ap.svg').read_text()
-    for way in ap_latency.WAYS:
-        # Once in each panel: two data sets on each machine that has run it.
-        assert picture.count(f'>{way.label}<') == 2 * len(way.rows), way.label
-    assert all(f'>{label}<' in picture for label in ap_latency.LEGEND if "'" not in label)
-
-
-def test_labels_keep_their_order_and_do_not_touch():
-    placed = ap_latency.spread_labels([0.0, 1.0, 0.1, 5.0], 0.5)
-    assert placed[0] < placed[2] < placed[1] < placed[3] == 5.0
-    ordered = sorted(placed)
-    assert all(b - a >= 0.5 - 1e-6 for a, b in zip(ordered, ordered[1:], strict=False))
+from benchmarks.results import FOLDER, ROOT, Results
 
 
 def test_loss_of_a_seed_is_its_ap_minus_its_teachers(tmp_path):
@@ -29,3 +16,22 @@ def test_loss_of_a_seed_is_its_ap_minus_its_teachers(tmp_path):
     absorbed.draw(tmp_path / 'absorbed.svg')
     picture = (tmp_path / 'absorbed.svg').read_text()
     assert all(f'>{label}<' in picture for label in absorbed.CURVES.values())
+
+
+def test_pictures_of_the_pages_show_the_stored_results(tmp_path):
+    absorbed.draw(tmp_path / 'absorbed.svg')
+    rows = Results(FOLDER / 'runtimes.json').select(size='800x1216', scope='detector')
+    runtimes.draw(rows, tmp_path / 'latency.svg')
+    for name in ('absorbed.svg', 'latency.svg'):
+        drawn, shown = ((folder / name).read_text() for folder in (tmp_path, ROOT / 'docs'))
+        assert find_texts(drawn) == find_texts(shown), f'draw docs/{name} again'
+        # Points that versions of matplotlib may move a little.
+        assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)], name
+
+
+def find_texts(picture):
+    return re.findall(r'>([^<>\n]+)</(?:text|tspan)>', picture)
+
+
+def find_places(picture):
+    return [tuple(map(float, place)) for place in re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"', picture)]

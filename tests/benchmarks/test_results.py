@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -54,9 +56,20 @@ def test_every_file_has_the_one_schema(path):
         assert all(environment[key] for key in ('commit', 'device', 'versions')), row
 
 
-def test_commit_is_that_of_this_tree_or_named_where_there_is_no_git(tmp_path, monkeypatch):
+@pytest.mark.skipif(shutil.which('git') is None, reason='no git')
+def test_commit_is_that_of_the_tree_and_says_whether_a_file_was_changed_since(tmp_path, monkeypatch):
+    monkeypatch.setattr('benchmarks.results.ROOT', tmp_path)
+    (tmp_path / 'file').write_text('first')
+    author = ('-c', 'user.name=a', '-c', 'user.email=a@b')
+    for command in (('init', '-q'), ('add', 'file'), (*author, 'commit', '-q', '-m', 'first')):
+        subprocess.run(('git', *command), cwd=tmp_path, check=True)
+    assert re.fullmatch('[0-9a-f]{7,}', describe_commit())
+    (tmp_path / 'file').write_text('second')
+    assert re.fullmatch('[0-9a-f]{7,}-dirty', describe_commit())
+
+
+def test_commit_is_named_where_there_is_no_git(tmp_path, monkeypatch):
     """Measuring machines may have the files alone."""
-    assert re.fullmatch('[0-9a-f]{7,}(-dirty)?', describe_commit())
     monkeypatch.setattr('benchmarks.results.ROOT', tmp_path)
     monkeypatch.setenv('GIT_CEILING_DIRECTORIES', str(tmp_path.parent))
     assert describe_commit() == NOT_RECORDED

@@ -6,16 +6,22 @@ import json
 import os
 import pickle
 import random
+import re
 import runpy
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import cv2
 import numpy as np
@@ -299,8 +305,8 @@ def test_example_resizes_as_mmdet_does(width, height, keep_ratio):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """A function: the application that ``python examples/serve.py`` with these arguments would serve."""
+def server(monkeypatch: pytest.MonkeyPatch, call: Callable) -> Callable[..., object]:
+    """A function: the application that ``slab-det serve`` with these arguments would serve in one process."""
     for package in ('fastapi', 'httpx', 'uvicorn'):
         if find_spec(package) is None:
             pytest.skip(f'{package} is not installed: make test installs it, or pip install -e ".[test]"')
@@ -309,8 +315,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     def make(*arguments: object) -> object:
         served = []
         monkeypatch.setattr(uvicorn, 'run', lambda app, host, port: served.append((app, host, port)))
-        monkeypatch.setattr('sys.argv', ['serve.py', *map(str, arguments)])
-        runpy.run_path(str(EXAMPLES / 'serve.py'), run_name='__main__')
+        call('serve.py', *map(str, arguments), '--processes', '1')
         ((app, host, port),) = served
         assert (host, port) == ('127.0.0.1', 8000), 'reached from this machine alone'
         return app
@@ -343,7 +348,7 @@ def test_server_answers_with_the_objects_of_load_detector(files, served, server,
 
 
 @pytest.mark.parametrize('runtime', ['torch', 'onnxruntime'])
-def test_server_takes_a_folder_of_optimize(files, served, server, tmp_path, runtime):
+def test_server_takes_a_folder_of_optimize(files, served, server, call, tmp_path, runtime):
     from fastapi.testclient import TestClient
 
     weights = files[1] if runtime == 'torch' else files[2]
@@ -356,10 +361,8 @@ def test_server_takes_a_folder_of_optimize(files, served, server, tmp_path, runt
         answer = client.post('/detect', content=cv2.imencode('.png', IMAGES[0])[1].tobytes()).json()
     expected = served(runtime)(IMAGES[0]).pred_instances
     assert [entry['box'] for entry in answer['detections']] == expected.bboxes.tolist()
-    with pytest.raises(ConfigError, match='lacks weights'), TestClient(server(files[0])):
-        pass
-    with pytest.raises(DeploymentError, match='leave dtype= out'), TestClient(server(tmp_path, '--dtype', 'bfloat16')):
-        pass
+    assert 'lacks weights' in call('serve.py', files[0], code=1).err
+    assert 'leave dtype= out' in call('serve.py', tmp_path, '--dtype', 'bfloat16', code=1).err
 
 
 def test_test_runs_a_folder_on_the_device_of_its_measurement(files, call, tmp_path, monkeypatch):
@@ -398,23 +401,61 @@ def test_server_refuses_what_is_no_small_image_and_goes_on(files, server):
         assert answers[0]['detections'] and answers == answers[:1] * 8
 
 
-def test_server_does_not_start_with_a_detector_without_instances(files, server, monkeypatch):
-    from fastapi.testclient import TestClient
-
+def test_server_does_not_start_with_a_detector_without_instances(files, call, monkeypatch):
     model, steps = segmenter('MaskFormer'), inference_steps(Config.fromfile(files[0]))
     monkeypatch.setitem(model.panoptic_fusion_head.test_cfg, 'instance_on', False)
     monkeypatch.setattr(slab_det, 'load_detector', lambda *_, **__: ServedDetector(model, steps))
-    app = server(*files[:2])
-    with pytest.raises(DeploymentError, match='no instances.* set test_cfg.instance_on'), TestClient(app):
-        pass
+    error = call('serve.py', *files[:2], code=1).err
+    assert 'no instances' in error and 'set test_cfg.instance_on' in error
 
 
-def test_server_does_not_start_without_a_detector(files, server, tmp_path):
-    from fastapi.testclient import TestClient
+def test_server_does_not_start_without_a_detector(files, call, tmp_path):
+    assert 'nowhere.pth' in call('serve.py', files[0], tmp_path / 'nowhere.pth', code=1).err
 
-    app = server(files[0], tmp_path / 'nowhere.pth')
-    with pytest.raises(CheckpointError, match='nowhere.pth'), TestClient(app):
-        pass
+
+def test_two_processes_answer_as_one_does(files, served, tmp_path):
+    """Each is a new interpreter, which loads the detector by itself; SIGTERM ends them all."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, '-m', 'slab_det.cli.serve', *files[:2], '--device', 'cpu', '--processes', '2']
+    log = (tmp_path / 'log').open('w+')
+    with subprocess.Popen([*map(str, command), '--port', str(port)], cwd=CONFIGS.parent, stderr=log, stdout=log) as run:
+        try:
+            content = cv2.imencode('.png', IMAGES[0])[1].tobytes()
+            deadline = time.monotonic() + 300
+            while True:
+                try:
+                    with urlopen(Request(f'http://127.0.0.1:{port}/detect', content), timeout=60) as answer:
+                        found = json.load(answer)['detections']
+                    break
+                except URLError:
+                    assert run.poll() is None and time.monotonic() < deadline, (log.seek(0), log.read())
+                    time.sleep(0.5)
+        finally:
+            run.send_signal(signal.SIGTERM)
+            run.wait(60)
+    np.testing.assert_allclose(
+        [entry['box'] for entry in found], served('torch')(IMAGES[0]).pred_instances.bboxes, atol=0.01
+    )
+
+
+def test_dockerfile_serves_in_a_folder_without_git(tmp_path):
+    """No container runs here: its command takes its arguments, and what it copies is there."""
+    text = (CONFIGS.parent / 'Dockerfile').read_text()
+    copied = [name for line in re.findall(r'^COPY (.*) \S+$', text, re.MULTILINE) for name in line.split()]
+    assert not [name for name in copied if name[0] != '-' and not (CONFIGS.parent / name).exists()]
+    for name in ('slab_det', 'tools'):
+        shutil.copytree(CONFIGS.parent / name, tmp_path / name)
+    shutil.copy(CONFIGS.parent / 'slab_det_command.py', tmp_path)
+    program, *command = json.loads(re.findall(r'^CMD (.*)$', text, re.MULTILINE)[-1])
+    assert program == 'python'
+    environment = {**os.environ, 'PYTHONPATH': str(tmp_path)}
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    # The command takes its arguments and starts; the folder alone is missing.
+    assert done.returncode == 1 and 'error: /model is no folder of slab-det optimize' in done.stderr, done.stderr
+    usage = (tmp_path / 'slab_det/cli/serve.py').read_text()
+    assert '/healthz' in text and "'/healthz'" in usage and 'EXPOSE 8000' in text and 'default=8000' in usage
 
 
 def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_path):
