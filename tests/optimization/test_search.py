@@ -171,11 +171,17 @@ def test_the_folder_serves_exactly_the_chosen_form(
         )
 
 
+def keep_in_float32(monkeypatch: pytest.MonkeyPatch, *runtimes: str) -> None:
+    """Leaves the forms of some runtimes in float32 alone."""
+    rows = [row for row in forms.TABLE if row.runtime in runtimes and row.precision == 'float32']
+    monkeypatch.setattr(forms, 'TABLE', rows)
+
+
 @pytest.fixture
 def two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and deployed detectors alone, without absorbed ones and pictures."""
     monkeypatch.setattr(module, 'draw_pictures', lambda *_: None)
-    monkeypatch.setattr(forms, 'ON_CPU', dict(eager=('float32',), torch=('float32',)))
+    keep_in_float32(monkeypatch, 'eager', 'torch')
     monkeypatch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
 
 
@@ -215,7 +221,7 @@ def test_an_interrupted_call_leaves_a_folder_and_goes_on(
 def test_no_step_begins_after_the_deadline(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(forms, 'ON_CPU', dict(eager=('float32',), torch=('float32',), onnxruntime=('float32',)))
+    keep_in_float32(monkeypatch, 'eager', 'torch', 'onnxruntime')
     out, loaded, load = tmp_path / 'out', [], turns.Turns._load
 
     def load_slowly(self: turns.Turns, form: forms.Form) -> None:
