@@ -176,10 +176,13 @@ BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
     ids=['Swin, pre_act', 'PVT'],
 )
 def test_the_report_names_every_layer_that_takes_a_norm(build, backbone, num_norms, into):
-    report = slab_det.fuse(build(backbone)).fusion_report
+    model = build(backbone).double()
+    fused = slab_det.fuse(model)
+    report = fused.fusion_report
     found = {fusion.norm: fusion.into for fusion in report.norms}
     assert len(found) == len(report.select('folded')) == num_norms
     assert {norm: found[norm] for norm in into} == into
+    assert_fused_equals(fused, model)
 
 
 @pytest.mark.parametrize(
