@@ -11,17 +11,19 @@ import torch
 import slab_det
 from benchmarks import gpu
 from benchmarks.results import FOLDER
+from slab_det.measure import timer
 
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, small_detector: Callable) -> None:
-    """Small detectors in place of full-size ones; the rest is the script's own."""
+    """Small detectors in place of full-size ones, and a clock in place of CUDA's; the rest is the script's own."""
     monkeypatch.setattr(gpu, 'DEVICE', 'cpu')
     monkeypatch.setattr(gpu, 'PADDED', (64, 64))
     detector = small_detector(norm_cfg=dict(type='LN'))
     monkeypatch.setattr(gpu, 'build', lambda row: detector)
     monkeypatch.setattr(slab_det, 'deploy', lambda model, dtype: model, raising=False)
     monkeypatch.setattr(slab_det, 'absorb', lambda *arguments, **options: None, raising=False)
+    monkeypatch.setattr(timer, 'time_call', lambda call, *others: (1.0, None))
     monkeypatch.setattr(gpu, 'capture_parts', lambda model: {'backbone': model.backbone, 'whole graph': model})
     monkeypatch.setattr(gpu, 'time_replay', lambda part: 1.0)
     monkeypatch.setattr(gpu, 'detector_steps', lambda size, batch_size, device: {'LayerNorm': None, 'UN': None})
