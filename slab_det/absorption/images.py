@@ -23,7 +23,8 @@ from slab_det.runtime.errors import ConversionError
 
 # Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.
 HELD_OUT = 5
-# Pixels, and shares of the regions of an image, that the fits read of all images: of more images less of each.
+# The fits read as many pixels as IMAGES crops of CROP pixels have, and at most the regions of IMAGES images: of more
+# images less of each.
 CROP = 448 * 672
 IMAGES = 40
 # Stands for the whole first batch among the indices of batches.

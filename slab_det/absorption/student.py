@@ -354,10 +354,11 @@ class Absorption:
         """Fits a layer so that the student's stream approaches the teacher's, after pruning the channels it reads."""
         layer, moments, streams = self.model.get_submodule(step.name), _empty_moments(self.plan.int8), _empty_moments()
         # A convolution of a neck is fitted to its own output, which need not be computed everywhere.
-        is_stream = step.target == Probe(step.name, 'output')
+        fits_own_output = step.target == Probe(step.name, 'output')
+        probes = [step.source] if fits_own_output else [step.source, step.target]
         for batch in self.batches():
             (target,) = self.teacher.run(batch, block, [step.target], early[0])
-            found = self.student.run(batch, block, [step.source, step.target][: 1 + (not is_stream)], early[1])
+            found = self.student.run(batch, block, probes, early[1])
             if isinstance(layer, nn.Conv2d) and found[0].ndim == 4:
                 if target.ndim == 4:
                     found = [sample_patches(layer, found[0], target), *map(sample_rows, found[1:])]
@@ -366,7 +367,7 @@ class Absorption:
                     # A convolution in an FFN has kernel 1 and writes tokens.
                     found[0] = found[0].flatten(2).transpose(1, 2)
             target, source, *streamed = sample_tokens(target, *found)
-            stream = apply_to_columns(layer, source) if is_stream else streamed[0]
+            stream = apply_to_columns(layer, source) if fits_own_output else streamed[0]
             moments[is_held_out(batch)].add(source, target - stream)
             if pruned:
                 streams[is_held_out(batch)].add(target[..., :1], target)

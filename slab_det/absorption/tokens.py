@@ -49,7 +49,10 @@ def input_tokens(layer: nn.Module, source: Tensor, output: Tensor) -> Tensor:
 
 
 def apply_to_columns(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """The outputs of a layer for its inputs as columns of its weight, without running it on the whole map."""
+    """The outputs (..., C_out) of a layer for :func:`input_tokens` (..., columns), without running it on whole maps.
+
+    The layer is an nn.Linear or an nn.Conv2d; a transposed convolution has its columns elsewhere.
+    """
     return F.linear(inputs, layer.weight.flatten(1), layer.bias)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from slab_det.cli import command
+from slab_det.runtimes import EXPORT_RUNTIMES, precisions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -28,10 +29,10 @@ VARIABLE = 'SLAB_DET_SERVE'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', metavar='FOLDER', help='folder of slab-det optimize; or a config, before its weights')
     parser.add_argument('weights', nargs='?', help='of a config: a checkpoint, or with --runtime an exported file')
-    parser.add_argument('--runtime', choices=('torch', 'onnxruntime', 'openvino'), default='torch')
+    parser.add_argument('--runtime', choices=('torch', *EXPORT_RUNTIMES), default='torch')
     parser.add_argument('--device', help="'cpu' or 'cuda:N', with 'torch' (default: a GPU if there is one)")
     parser.add_argument('--masks', choices=('full', 'rle'), default='full', help='rle: one mask in memory at a time')
-    parser.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16'), help="of the layers, with 'torch'")
+    parser.add_argument('--dtype', choices=precisions('torch'), help="of the layers, with 'torch'")
     parser.add_argument(
         '--processes', type=int, metavar='N', help='detectors in memory (default: one a processor; on a GPU one)'
     )

@@ -10,7 +10,10 @@ from slab_det.export.runtime import import_extra, limit_threads
 
 
 def start(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:
-    """Loads a file, or its content; returns the function from its input to its outputs."""
+    """Loads a file, or its content; returns the function from its input to its outputs.
+
+    ``precision`` is 'f32' alone: ONNX Runtime computes a file in the file's own precision.
+    """
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = limit_threads(threads)

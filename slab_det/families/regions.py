@@ -9,7 +9,7 @@ from torch import Tensor
 
 # Proposals of an image that the fits of a box head read, and detections that the fits of a mask head read.
 PROPOSALS, DETECTIONS = 256, 8
-# The detections of these many highest scores are those to choose from.
+# The detections that the fits read are chosen, evenly by rank, from the BEST ones of an image.
 BEST = 32
 
 
