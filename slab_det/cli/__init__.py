@@ -68,7 +68,7 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
                 from slab_det.runtime.errors import SlabDetError, describe_error
 
                 try:
-                    with _leave_on_termination():
+                    with _leave_on_termination(), _close_process_group():
                         function(args)
                 except (SlabDetError, OSError) as error:
                     print(f'error: {describe_error(error)}', file=sys.stderr)
@@ -80,6 +80,25 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
         return main
 
     return decorate
+
+
+@contextmanager
+def _close_process_group() -> Iterator[None]:
+    """Closes the process group that the block opens.
+
+    The threads of gloo may abort an interpreter that ends with an open one, so that a finished training would exit with
+    an error: github.com/pytorch/pytorch/pull/179291.
+    """
+    from torch import distributed
+
+    def is_open() -> bool:
+        return distributed.is_available() and distributed.is_initialized()
+
+    was_open = is_open()
+    yield
+    # After an error another process may be about to communicate, and closing would wait for it.
+    if is_open() and not was_open:
+        distributed.destroy_process_group()
 
 
 @contextmanager

@@ -11,7 +11,9 @@ import pytest
 import torch
 from mmengine.config import Config
 from ranks import in_processes
+from torch import distributed
 
+from slab_det.cli import command
 from slab_det.cli.test import main
 
 REPO = Path(__file__).parents[2]
@@ -97,3 +99,21 @@ def test_a_script_passes_its_arguments_on_as_they_are(script, positional, tmp_pa
     notes = (tmp_path / 'notes').read_text().splitlines()
     assert notes.count(hostile) == positional + 1, notes
     assert not (tmp_path / 'pwned').exists()
+
+
+@pytest.mark.parametrize('opened_before', [False, True])
+def test_a_command_closes_the_process_group_that_it_opened(opened_before, monkeypatch, tmp_path):
+    """Otherwise gloo may abort the interpreter at its end, and a finished training exits with an error."""
+    monkeypatch.setattr(sys, 'argv', ['train.py'])
+
+    def open_group(*_):
+        distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+
+    if opened_before:
+        open_group()
+    try:
+        command(lambda parser: None)(lambda args: None if opened_before else open_group())()
+        assert distributed.is_initialized() == opened_before
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
