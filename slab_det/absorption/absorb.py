@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,11 +21,14 @@ from slab_det.absorption.images import HELD_OUT, Images
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.student import absorb_norms
 from slab_det.backbones.adopt import adopt
-from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect
+from slab_det.compare.detections import detect
+from slab_det.compare.ruler import retained_ap
 from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import AgreementError, ConversionError
+from slab_det.runtime.errors import ComparisonError, ConversionError
 from slab_det.runtime.modes import is_deployed, set_mode
 
+# Least share of the AP that the student of channels='auto' retains; with less, a warning is given.
+LEAST_RETAINED_AP = 0.99
 # Batches that students are fitted on in the search for a share. The student that is returned is fitted on all.
 SEARCH = 40
 
@@ -38,6 +42,7 @@ def absorb(
     progress: bool = True,
     ffn: float = 0.0,
     channels: float | str | None = None,
+    compare: bool = True,
 ) -> nn.Module:
     """Removes hidden channels and LayerNorms of a trained model that it does not need.
 
@@ -66,8 +71,8 @@ def absorb(
             ``len(images)`` batches where the length is known.
         keep: Norms that stay LayerNorm: 'all', the default; 'none'; a whole number K, for the K least affine norms
             (:attr:`NormAbsorption.own`); one name or several; or 'auto'. 'auto' keeps the fewest norms with which the
-            :func:`~slab_det.compare.agreement.agreement` of student and teacher on the held-out images reaches
-            ``LEAST_AGREEMENT``: no norm, or a bisected number of the least affine norms, at most a quarter. If no
+            :func:`~slab_det.compare.ruler.retained_ap` of student and teacher on the held-out images reaches
+            ``LEAST_RETAINED_AP``: no norm, or a bisected number of the least affine norms, at most a quarter. If no
             student reaches it, the best student is returned. If the teacher detects nothing, a quarter is kept.
         int8: The student will be quantized: every fit adds the penalty ``q |M - D|^2``, where q is the variance of the
             int8 rounding error of x, so that the weights do not amplify this error. It costs some AP in float32.
@@ -80,8 +85,11 @@ def absorb(
             box heads and mask heads of a Faster, Mask or Cascade R-CNN or the FPN and towers of a RetinaNet, ATSS, FCOS
             or RTMDet. A number from 0 to 1 is the share of the detector's multiply-adds that stays, at the size of the
             first image; channels go first where they are estimated to cost least for each multiply-add that they save.
-            'auto' takes the least share, to 1/32, with which a student that keeps all norms reaches
-            ``LEAST_AGREEMENT``. None removes none, but is 'auto' if neither ``keep`` nor ``ffn`` is given.
+            'auto' takes the least share, to 1/32, with which a student that keeps all norms retains
+            ``LEAST_RETAINED_AP`` of the teacher's AP (:func:`~slab_det.compare.ruler.retained_ap`). None removes none,
+            but is 'auto' if neither ``keep`` nor ``ffn`` is given.
+        compare: Estimate which share of the teacher's AP the student retains. It takes three predictions of each
+            held-out image.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
@@ -113,8 +121,9 @@ def absorb(
         where = 'everywhere' if channels else 'ffn' if ffn else ''
         plan = make_plan(model, images, Path(folder), int8, where, norms=keep != 'all')
         _check_absorbs(keep, plan, bool(where))
-        compare = _compare_to(model, plan.images)
-        if compare is None and 'auto' in (keep, channels):
+        is_auto = 'auto' in (keep, channels)
+        judge = _compare_to(model, plan.images) if compare or is_auto else None
+        if judge is None and is_auto:
             option = 'keep' if keep == 'auto' else 'channels'
             raise ConversionError(
                 f"{option}='auto' compares detections: give a detector (not in float64), or a number: keep=K to keep "
@@ -125,17 +134,17 @@ def absorb(
             survey = Survey(plan)
             if channels == 'auto':
                 quick = partial(absorb_norms, plan.shorten(SEARCH), work_dir=make.keywords['work_dir'], progress=False)
-                channels = find_least_share(survey, plan, quick, compare, progress)
+                channels = find_least_share(survey, plan, quick, judge, progress)
             counts = survey.choose(channels)
         make = partial(make, channels=counts if channels else float(ffn))
         if keep == 'auto':
-            student = absorb_until_agreement(make, compare, progress)
+            student = absorb_until_agreement(make, judge, progress)
         else:
             if isinstance(keep, Integral):
                 keep = make().absorption_report.rank()[:keep] if keep else ()
             student = make(() if keep == 'all' else keep)
-            if compare is not None:
-                compare(student)
+            if judge is not None:
+                judge(student)
         if channels:
             report = student.absorption_report
             report.multiply_adds = survey.total, survey.count(plan, student)
@@ -179,21 +188,23 @@ def _check_absorbs(keep: int | Collection[str], plan: AbsorptionPlan, prunes: bo
 
 
 def _compare_to(teacher: nn.Module, images: Images) -> Callable[[nn.Module], None] | None:
-    """Returns a function that adds a student's agreement to its report; None if detections cannot be compared."""
+    """Returns a function that adds a student's retained AP to its report; None if detections cannot be compared."""
     # mmdet pastes masks only in float32.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
     try:
         reference = detect(teacher, images.held_out)
-    except AgreementError:
+    except ComparisonError:
         return None
+    truth = detect(teacher, images.held_out, mirrored=True)
 
     def compare(student: nn.Module) -> None:
         report = student.absorption_report
         report.held_out = images.count >= HELD_OUT
         report.num_images, report.num_detections = len(reference), sum(len(found.scores) for found in reference)
-        if report.num_detections:
-            report.agreement = agreement(reference, detect(student, images.held_out))
+        with suppress(ComparisonError):  # the teacher finds nothing
+            found = retained_ap(truth, reference, detect(student, images.held_out))
+            report.retained_ap, report.retained_ap_error = found
 
     return compare
 
@@ -205,34 +216,34 @@ def find_least_share(
     compare: Callable[[nn.Module], None],
     progress: bool,
 ) -> float:
-    """Returns the least share of multiply-adds with which a student agrees with the teacher, found by bisection.
+    """Returns the least share of multiply-adds with which a student retains the teacher's AP, found by bisection.
 
     Args:
         survey: Chooses the channels for a share.
         plan: The plan of the students, whose norms all stay.
         make: Makes a student that keeps the named norms and ``channels``.
-        compare: Adds a student's agreement to its report.
-        progress: Print the agreement of each student.
+        compare: Adds a student's retained AP to its report.
+        progress: Print the retained AP of each student.
 
     Raises:
         ConversionError: If the teacher finds nothing.
     """
     norms = [name for name, reason in plan.reasons.items() if not reason]
-    # Shares of 1 / 32. Invariant: no channel has to go for ``high``, and a student with ``high`` agrees.
+    # Shares of 1 / 32. Invariant: no channel has to go for ``high``, and a student with ``high`` retains enough.
     low, high = math.ceil(32 * survey.least_share()) - 1, 32
     while high - low > 1:
         middle = (low + high) // 2
         student = make(norms, channels=survey.choose(middle / 32))
         compare(student)
-        found = student.absorption_report.agreement
+        found = student.absorption_report.retained_ap
         if found is None:
             raise ConversionError(
-                "channels='auto': the teacher finds nothing in the held-out images, so agreement is undefined; give "
-                'images of its objects, or channels=0.5'
+                "channels='auto': the teacher finds nothing in the held-out images, so nothing shows what a student "
+                'loses; give images of its objects, or channels=0.5'
             )
         if progress:
-            print(f'{middle / 32:.2f} of the multiply-adds left: agreement {found:.3f}')
-        low, high = (low, middle) if found >= LEAST_AGREEMENT else (middle, high)
+            print(f'{middle / 32:.2f} of the multiply-adds left: {found:.1%} of the AP retained')
+        low, high = (low, middle) if found >= LEAST_RETAINED_AP else (middle, high)
     return high / 32
 
 
@@ -254,23 +265,23 @@ def absorb_until_agreement(
         if not ranked:
             ranked.extend(student.absorption_report.rank())
         if progress:
-            found = student.absorption_report.agreement
-            value = 'undefined' if found is None else f'{found:.3f}'
-            print(f'{count} of {len(ranked)} LayerNorms kept: agreement {value}')
+            found = student.absorption_report.retained_ap
+            value = 'undefined' if found is None else f'{found:.1%}'
+            print(f'{count} of {len(ranked)} LayerNorms kept: retained {value}')
         return student
 
     def agrees(student: nn.Module) -> bool:
-        return student.absorption_report.agreement >= LEAST_AGREEMENT
+        return student.absorption_report.retained_ap >= LEAST_RETAINED_AP
 
     best = attempt(0)
     low, high = 0, len(ranked) // 4
     if high == 0:
         return best
-    if best.absorption_report.agreement is None:
+    if best.absorption_report.retained_ap is None:
         return attempt(high)
     if agrees(best):
         return best
-    best = max(best, attempt(high), key=lambda student: student.absorption_report.agreement)
+    best = max(best, attempt(high), key=lambda student: student.absorption_report.retained_ap)
     # Invariant: the student with ``low`` norms does not agree, the student with ``high`` norms does.
     while agrees(best) and high - low > 1:
         middle = (low + high) // 2
@@ -288,19 +299,19 @@ def _warn(report: AbsorptionReport) -> None:
         warn(f'no hidden channel was removed: {report.channels[0].reason}')
     elif report.multiply_adds and not report.pruned:
         warn(
-            f'no hidden channel was removed: no student with fewer reaches an agreement of {LEAST_AGREEMENT:g}; give a '
+            f'no hidden channel was removed: no student with fewer retains {LEAST_RETAINED_AP:.0%} of the AP; give a '
             'number, such as channels=0.9'
         )
-    if report.num_images and report.agreement is None:
+    if report.num_images and report.retained_ap is None:
         warn(
             f'the teacher finds nothing in {report.num_images} images: {len(report.kept)} LayerNorms are '
             'kept, and the loss of AP is unknown; give images of its objects, or keep=K'
         )
-    elif report.agreement is not None and report.agreement < LEAST_AGREEMENT:
+    elif report.retained_ap is not None and report.retained_ap < LEAST_RETAINED_AP:
         remedies = ['remove fewer hidden channels'] if report.pruned else []
         remedies += ['keep more norms (keep=K)'] if len(report.kept) < len(report.norms) else []
         remedies.append('train towards the teacher (slab_det.conversion.write_tune_config)')
         warn(
-            f'agreement with the teacher is {report.agreement:.3f}, below {LEAST_AGREEMENT:g}, with '
+            f'{report.retained_ap:.1%} of the AP are retained, less than {LEAST_RETAINED_AP:.0%}, with '
             f'{len(report.kept)} LayerNorms kept; {report.describe_loss()}; {" or ".join(remedies)}'
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from slab_det.compare.agreement import describe_loss
+from slab_det.compare.ruler import RetainedAP, describe_loss
 
 # The reason given for norms that ``keep='all'`` keeps.
 KEPT_BY_CHOICE = 'kept by choice'
@@ -67,8 +67,10 @@ class AbsorptionReport:
         channels: The places with hidden channels, in the order of their calls, where channels were to be removed.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.
-        agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
-            detections cannot be compared.
+        retained_ap: Share of the teacher's AP that the student retains, estimated on held-out images without labels
+            (:func:`slab_det.compare.ruler.retained_ap`); None where the teacher finds nothing, or detections cannot be
+            compared.
+        retained_ap_error: Standard error of this share.
         held_out: Whether these images were held out; with fewer than five batches they are those that were fitted.
         num_images: Number of images compared; 0 where detections cannot be compared.
         num_detections: Number of the teacher's detections in these images.
@@ -78,7 +80,8 @@ class AbsorptionReport:
     refits: dict[str, float] = field(default_factory=dict)
     channels: list[ChannelAbsorption] = field(default_factory=list)
     multiply_adds: tuple[int, int] | None = None
-    agreement: float | None = None
+    retained_ap: float | None = None
+    retained_ap_error: float | None = None
     held_out: bool = True
     num_images: int = 0
     num_detections: int = 0
@@ -94,8 +97,10 @@ class AbsorptionReport:
         return [place for place in self.channels if not place.reason]
 
     def describe_loss(self) -> str:
-        """Says what the agreement tells about the loss of AP."""
-        return describe_loss(self.agreement, self.num_detections, self.held_out)
+        """Says what the share tells about the loss of AP."""
+        if not self.held_out:
+            return 'the loss of AP is unknown, because nothing was held out: give at least 5 batches of images'
+        return describe_loss(RetainedAP(self.retained_ap, self.retained_ap_error), self.num_detections)
 
     @property
     def _images(self) -> str:
@@ -118,13 +123,13 @@ class AbsorptionReport:
     def __str__(self) -> str:
         absorbed = [norm for norm in self.norms if norm.outcome == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
-        if self.agreement is not None:
+        if self.retained_ap is not None:
             lines[0] += (
-                f'; agreement with the teacher on {self.num_detections} detections in {self._images}: '
-                f'{self.agreement:.3f}; {self.describe_loss()}'
+                f'; AP retained, by {self.num_detections} detections in {self._images}: {self.retained_ap:.1%}; '
+                f'{self.describe_loss()}'
             )
         elif self.num_images:
-            lines[0] += f'; agreement is undefined: the teacher finds nothing in {self._images}'
+            lines[0] += f'; the AP retained is unknown: the teacher finds nothing in {self._images}'
         chosen = [norm for norm in self.kept if norm.reason == KEPT_BY_CHOICE]
         lines += [f'  {len(chosen)} {KEPT_BY_CHOICE}'] if chosen else []
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept if norm not in chosen]

@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--channels',
         metavar='SHARE',
         help="share of the detector's multiply-adds to leave, such as 0.5: hidden channels of FFNs, attention and "
-        'heads go where they cost least; or auto, for the least share with which the detections agree with the '
-        'original detector (default: auto, or with --keep or --ffn none goes)',
+        'heads go where they cost least; or auto, for the least share that retains 99 %% of the AP, by '
+        'detections (default: auto, or with --keep or --ffn none goes)',
     )
     parser.add_argument('--int8', action='store_true', help='absorb for int8: higher AP in int8, lower AP in float32')
     parser.add_argument('--eval', action='store_true', help="also measure AP, on the config's validation images")
@@ -98,8 +98,8 @@ def main(args: argparse.Namespace) -> None:
 
     report, models = student.absorption_report, dict(teacher=teacher, student=student)
     rows = dict(
-        teacher=dict(num_kept=len(report.norms), agreement=None if report.agreement is None else 1.0),
-        student=dict(num_kept=len(report.kept), agreement=report.agreement),
+        teacher=dict(num_kept=len(report.norms), retained_ap=None if report.retained_ap is None else 1.0),
+        student=dict(num_kept=len(report.kept), retained_ap=report.retained_ap),
     )
     if args.eval:
         for name, model in models.items():
@@ -130,8 +130,8 @@ def _format_rows(rows: dict[str, dict]) -> str:
 
     lines = []
     for name, row in rows.items():
-        agreement = '–' if row['agreement'] is None else f'{row["agreement"]:.3f}'
-        line = {'detector': name, 'LayerNorms kept': str(row['num_kept']), 'agreement': agreement}
+        retained = '–' if row['retained_ap'] is None else f'{row["retained_ap"]:.1%}'
+        line = {'detector': name, 'LayerNorms kept': str(row['num_kept']), 'AP retained (no labels)': retained}
         for kind, values in row.get('ap', {}).items():
             line[AP_KINDS[kind]] = f'{100 * values[main_column(kind)]:.1f}'
         lines.append(line)

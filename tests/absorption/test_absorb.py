@@ -19,7 +19,7 @@ from slab_det.absorption.absorb import absorb
 from slab_det.absorption.images import is_held_out, read_images
 from slab_det.absorption.student import Absorption
 from slab_det.checkpoints import build_detector
-from slab_det.compare.agreement import detect
+from slab_det.compare.detections import detect
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
 
@@ -129,23 +129,23 @@ def test_auto_keeps_the_fewest_norms_that_agree(teacher, capsys, monkeypatch):
     with torch.no_grad():
         # Detections with empty masks would be dropped.
         model.roi_head.mask_head.conv_logits.bias += 10
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 0.0)
+    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_RETAINED_AP', 0.0)
     easy = absorb(model, images, keep='auto', progress=False)
     (found,) = detect(model, images[4:])
-    compared = f'agreement with the teacher on {len(found.scores)} detections in 1 held-out images: '
+    compared = f'AP retained, by {len(found.scores)} detections in 1 held-out images: '
     assert len(found.scores) > 0 and compared in str(easy.absorption_report)
-    assert not layer_norms(easy) and 0 <= easy.absorption_report.agreement <= 1
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 1.1)
+    assert not layer_norms(easy) and 0 <= easy.absorption_report.retained_ap
+    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_RETAINED_AP', 1.1)
     impossible = absorb(model, images, keep='auto')
-    assert impossible.absorption_report.agreement >= easy.absorption_report.agreement
+    assert impossible.absorption_report.retained_ap >= easy.absorption_report.retained_ap
     output = ''.join(capsys.readouterr())
-    counts = re.findall(r'(\d+) of 18 LayerNorms kept: agreement', output)
+    counts = re.findall(r'(\d+) of 18 LayerNorms kept: retained', output)
     assert counts == ['0', '4'] and f'{len(found.scores)} detections are too few' in output
     with pytest.raises(ConversionError, match="keep='auto' compares detections"):
         absorb(model.backbone, images, keep='auto', progress=False)
 
 
-def test_if_the_teacher_finds_nothing_a_quarter_is_kept_and_agreement_is_undefined(teacher, monkeypatch):
+def test_if_the_teacher_finds_nothing_a_quarter_is_kept_and_the_loss_is_unknown(teacher, monkeypatch):
     model, warnings = teacher(), []
     monkeypatch.setattr(MMLogger, 'warning', lambda logger, text: warnings.append(text))
     with torch.no_grad():
@@ -154,8 +154,10 @@ def test_if_the_teacher_finds_nothing_a_quarter_is_kept_and_agreement_is_undefin
     for keep, kept in (('auto', 4), (0, 0)):
         student = absorb(model, pictures(5), keep=keep, progress=False)
         report = student.absorption_report
-        assert len(layer_norms(student)) == kept and report.agreement is None
-        assert 'is undefined: the teacher finds nothing in 1 held-out images' in str(report) and 'AP' not in str(report)
+        assert len(layer_norms(student)) == kept and report.retained_ap is None
+        assert 'AP retained is unknown: the teacher finds nothing in 1 held-out images' in str(
+            report
+        ) and 'about' not in str(report)
         assert f'finds nothing in 1 images: {kept} LayerNorms are kept' in warnings[-1]
         assert 'give images of its objects, or keep=K' in warnings[-1]
 

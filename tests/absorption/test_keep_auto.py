@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slab_det.absorption import AbsorptionReport, NormAbsorption
-from slab_det.absorption.absorb import absorb_until_agreement
-from slab_det.compare.agreement import LEAST_AGREEMENT
+from slab_det.absorption.absorb import LEAST_RETAINED_AP, absorb_until_agreement
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ from slab_det.compare.agreement import LEAST_AGREEMENT
 )
 def test_bisection_finds_the_fewest_norms_up_to_a_quarter(num_norms, enough, tried, kept):
     counts = []
-    make, compare = counting(num_norms, counts, lambda count: LEAST_AGREEMENT + 0.001 * (count - enough))
+    make, compare = counting(num_norms, counts, lambda count: LEAST_RETAINED_AP + 0.001 * (count - enough))
     assert (absorb_until_agreement(make, compare, progress=False).kept, counts) == (kept, tried)
 
 
@@ -50,6 +49,6 @@ def counting(num_norms, counts, agreement):
         return SimpleNamespace(absorption_report=AbsorptionReport(norms), kept=len(names))
 
     def compare(student):
-        student.absorption_report.agreement = agreement(student.kept)
+        student.absorption_report.retained_ap = agreement(student.kept)
 
     return make, compare

@@ -12,9 +12,11 @@ from conftest import CONFIGS, layer_norms, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
+from slab_det.absorption.absorb import LEAST_RETAINED_AP
 from slab_det.absorption.images import Batches
 from slab_det.checkpoints import build_detector
-from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect
+from slab_det.compare.detections import detect
+from slab_det.compare.ruler import retained_ap
 from slab_det.data import SyntheticShapes, generate
 from slab_det.recalibration import image_folder_dataloader
 
@@ -61,11 +63,11 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert not Path('fused.pth').exists()
     name_classes(detector, SyntheticShapes.METAINFO['classes'])
     result = call(*command)
-    rows = re.findall(r'^\| ([^|]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$', result.out, re.MULTILINE)
+    rows = re.findall(r'^\| ([^|]+) \| (\d+) \| ([\d.]+)% \| ([\d.]+) \|$', result.out, re.MULTILINE)
     assert [row[:2] for row in rows] == [('teacher', str(NORMS)), ('student', '2')], result.out
-    assert float(rows[0][2]) == 1
+    assert float(rows[0][2]) == 100
     assert f'{NORMS - 2} LayerNorms absorbed, 2 kept' in result.out
-    assert 'agreement with the teacher' in result.out and 'fused.pth' in result.out
+    assert 'AP retained, by' in result.out and 'fused.pth' in result.out
     tune = Config.fromfile(re.search(r'slab-det train (\S+)', result.out)[1])
     assert tune.model.type == 'mmdet.DistilledDetector' and Path(tune.load_from) == Path('fused.pth').resolve()
 
@@ -81,8 +83,9 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
     held_out = Batches([*loader][4::5])
     held_out.dataset = loader.dataset
-    value = agreement(*(detect(model, held_out) for model in (teacher, student)))
-    assert [row['agreement'] for row in report['rows'].values()] == [1.0, pytest.approx(value, abs=1e-3)]
+    parts = detect(teacher, held_out, mirrored=True), *(detect(model, held_out) for model in (teacher, student))
+    value = retained_ap(*parts).value
+    assert [row['retained_ap'] for row in report['rows'].values()] == [1.0, pytest.approx(value, abs=1e-3)]
     assert all(row['ap'].keys() == {'bbox'} for row in report['rows'].values())
 
 
@@ -146,12 +149,12 @@ def run_printed_command(printed: str, call) -> tuple[str, set[str]]:
 
 def test_by_default_channels_go_while_student_and_teacher_agree(detector: Path, call) -> None:
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'pruned.pth', *QUICK)
-    tried = re.findall(r'^(0.\d+) of the multiply-adds left: agreement ([\d.]+)$', result.out, re.MULTILINE)
+    tried = re.findall(r'^(0.\d+) of the multiply-adds left: ([\d.]+)% of the AP retained$', result.out, re.MULTILINE)
     assert tried and f'0 LayerNorms absorbed, {NORMS} kept' in result.out
-    left = [float(share) for share, value in tried if float(value) >= LEAST_AGREEMENT]
+    left = [float(share) for share, value in tried if float(value) >= 100 * LEAST_RETAINED_AP]
     if left:
         # Whole groups of channels go, so that less than the share may be left.
-        found = re.search(r'agreement .* images: ([\d.]+); (?s:.*)million left, (\d+)%', result.out)
+        found = re.search(r'AP retained, .* images: ([\d.]+)%; (?s:.*)million left, (\d+)%', result.out)
         value, share = found.groups()
         assert int(share) / 100 <= min(left) and float(value) == float(dict(tried)[f'{min(left):.2f}']), result.out
     else:
@@ -164,18 +167,18 @@ def test_with_auto_norms_are_kept_until_student_and_teacher_agree(detector: Path
     torch.save(torch.load(detector)['state_dict'], detector)
     options = ('--keep', 'auto', '--data-root', 'data', '--out', 'fused.pth')
     result = call('absorb.py', 'small.py', detector, *options, *QUICK)
-    tried = re.findall(rf'^(\d+) of {NORMS} LayerNorms kept: agreement ([\d.]+)$', result.out, re.MULTILINE)
+    tried = re.findall(rf'^(\d+) of {NORMS} LayerNorms kept: retained ([\d.]+)%$', result.out, re.MULTILINE)
     assert int(tried[0][0]) == 0
-    summary = r'LayerNorms absorbed, (\d+) kept; agreement .* images: ([\d.]+); '
+    summary = r'LayerNorms absorbed, (\d+) kept; AP retained, .* images: ([\d.]+)%; '
     written = re.search(summary, result.out, re.MULTILINE)
     values = {int(count): float(value) for count, value in tried}
     assert values[int(written[1])] == float(written[2])
     classes = build_detector(Config.fromfile('fused_config.py'), 'fused.pth').dataset_meta['classes']
     assert classes == SyntheticShapes.METAINFO['classes']
-    if max(values.values()) >= LEAST_AGREEMENT:
-        assert int(written[1]) == min(count for count, value in values.items() if value >= LEAST_AGREEMENT)
+    if max(values.values()) >= 100 * LEAST_RETAINED_AP:
+        assert int(written[1]) == min(count for count, value in values.items() if value >= 100 * LEAST_RETAINED_AP)
     else:
-        assert float(written[2]) == max(values.values()) and 'below 0.95' in result.out + result.err
+        assert float(written[2]) == max(values.values()) and 'less than 99%' in result.out + result.err
 
 
 @pytest.mark.parametrize(
