@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slab_det
 from slab_det.absorption import student
 from slab_det.absorption.budget import Survey
+from slab_det.absorption.images import read_images
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.regression import Affine, CrossMoments
 
@@ -34,8 +35,8 @@ def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
         mock.patch.object(student, 'copy_teacher', copy_without_activations),
         mock.patch.object(student.Absorption, '_differs_from_teacher', lambda self: True),
     ):
-        plan = make_plan(teacher.eval(), images, Path(folder), channels='ffn', norms=False)
-        return student.absorb_norms(plan, progress=False)
+        plan = make_plan(teacher.eval(), read_images(teacher, images, Path(folder)), True, 'keep')
+        return student.absorb_norms(plan, {}, Path(folder), progress=False)
 
 
 def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
@@ -48,7 +49,7 @@ def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
         mock.patch.object(student, 'choose_fit', keep_prior),
         mock.patch.object(student.Absorption, '_differs_from_teacher', lambda self: False),
     ):
-        return slab_det.absorb(teacher, images, keep=0, progress=False)
+        return slab_det.absorb(teacher, images, 1, 'remove', progress=False)
 
 
 class BlockSurvey(Survey):
@@ -74,4 +75,4 @@ class BlockSurvey(Survey):
 def with_thin_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:
     """Only this share of the blocks' multiply-adds is left, or the least possible; neck, heads and norms stay."""
     with mock.patch.object(import_module('slab_det.absorption.absorb'), 'Survey', BlockSurvey):
-        return slab_det.absorb(teacher, images, keep='all', channels=share, progress=False)
+        return slab_det.absorb(teacher, images, share, progress=False)

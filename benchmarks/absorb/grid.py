@@ -16,11 +16,14 @@ and added to benchmarks/results/grid_NAME.json.
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
+import math
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 from unittest import mock
@@ -34,8 +37,9 @@ from benchmarks.absorb.run import IN_PROCESS
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
 from slab_det.absorption import refit, student
+from slab_det.absorption.images import read_images
+from slab_det.absorption.plan import make_plan
 from slab_det.absorption.regression import CrossMoments, rank_channels
-from slab_det.absorption.student import channels_left
 from slab_det.checkpoints import build_detector
 from slab_det.preflight import set_data_root
 from slab_det.fusion.channels import HiddenChannels, find_channels, keep_channels
@@ -129,11 +133,16 @@ def look(teacher: nn.Module, images: DataLoader) -> dict[str, Hidden]:
     return found
 
 
+def channels_left(count: int, share: float) -> int:
+    """The number of channels that stay, a multiple of 8, when a share of them stays."""
+    return 8 * max(1, math.ceil(share * count / 8 - 1e-9))
+
+
 def prune(teacher: nn.Module, hidden: Mapping[str, Hidden], selector: str, fit: str, share: float) -> nn.Module:
     """A pruned copy of the teacher, with a fit that needs only the hidden values."""
     model = copy_module(teacher)
     for found in hidden.values():
-        stay = found.order(selector)[-channels_left(found.place.count, 1 - share) :].sort().values
+        stay = found.order(selector)[-channels_left(found.place.count, share) :].sort().values
         weight, bias = found.fit(fit, stay)
         keep_channels(model, found.place, stay)
         reader = model.get_submodule(found.place.readers[0])
@@ -222,8 +231,10 @@ def make_student(
         return prune(teacher, hidden, selector, fit, share)
     orders = {name: found.order(selector) for name, found in hidden.items()}
     # Ours orders the channels by the student's hidden values.
-    with nullcontext() if selector == 'ours' else with_order(orders):
-        return slab_det.absorb(teacher, images, keep='all', ffn=1 - share, progress=False)
+    counts = {name: channels_left(found.place.count, share) for name, found in hidden.items()}
+    with nullcontext() if selector == 'ours' else with_order(orders), tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(teacher, read_images(teacher, images, Path(folder)), True, 'keep')
+        return student.absorb_norms(plan, counts, Path(folder), progress=False)
 
 
 if __name__ == '__main__':

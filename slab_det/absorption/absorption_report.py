@@ -7,28 +7,25 @@ from typing import Literal
 
 from slab_det.compare.agreement import describe_loss
 
-# The reason given for norms that ``keep='all'`` keeps.
+# The reason given for norms that could be absorbed.
 KEPT_BY_CHOICE = 'kept by choice'
 
 
 @dataclass(frozen=True)
 class NormAbsorption:
-    """Outcome and errors of one LayerNorm; :class:`slab_det.fusion.NormFusion` names the layers it was folded into.
-
-    Both errors are shares of the variance of the norm's output, on held-out batches; None where nothing was measured.
+    """Outcome and error of one LayerNorm; :class:`slab_det.fusion.NormFusion` names the layers it was folded into.
 
     Attributes:
         norm: Dotted name of the norm.
         outcome: 'absorbed' or 'kept'.
         reason: Why the norm was kept, or ''.
-        own: Error of the best affine map of the teacher's input: how far the norm is from affine.
-        left: Error of the folded map, which reads the student's input. Earlier layers cause what exceeds ``own``.
+        left: Error of the folded map as a share of the variance of the norm's output, on held-out batches; None where
+            nothing was fitted.
     """
 
     norm: str
     outcome: Literal['absorbed', 'kept']
     reason: str = ''
-    own: float | None = None
     left: float | None = None
 
 
@@ -59,7 +56,7 @@ class AbsorptionReport:
     """Report of :func:`slab_det.absorb`.
 
     Attributes:
-        norms: The LayerNorms: those that were fitted in the order of their calls, then those that cannot be absorbed.
+        norms: The LayerNorms: those that were absorbed in the order of their calls, then those that stay.
         refits: For each refitted layer, by name, the mean squared distance of the student's stream from the teacher's,
             over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
             are those that write the residual stream, the neck's convolutions, and the heads' layers that read maps
@@ -101,10 +98,6 @@ class AbsorptionReport:
     def _images(self) -> str:
         return f'{self.num_images} {"held-out" if self.held_out else "fitted"} images'
 
-    def rank(self) -> list[str]:
-        """The norms that were fitted, the least affine first."""
-        return [norm.norm for norm in sorted(self.norms, key=lambda norm: -(norm.own or 0)) if norm.own is not None]
-
     def to_dict(self) -> dict:
         """The attributes as values that JSON can hold."""
         return asdict(self)
@@ -132,7 +125,7 @@ class AbsorptionReport:
             worst = max(absorbed, key=lambda norm: norm.left)
             lines.append(
                 f'  error, as a share of variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on '
-                f"average, largest at {worst.norm}: {worst.left:.1%}, on the teacher's input {worst.own:.1%}"
+                f'average, largest at {worst.norm}: {worst.left:.1%}'
             )
         if self.pruned:
             worst = max(self.pruned, key=lambda place: place.left)

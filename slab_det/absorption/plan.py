@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
-from slab_det.absorption.images import Images, read_images, to_bytes
+from slab_det.absorption.images import Images, to_bytes
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
 from slab_det.families import find_absorbed
@@ -51,12 +51,11 @@ class Step(NamedTuple):
 
 @dataclass
 class AbsorptionPlan:
-    """The part of an absorption that is the same for every choice of norms to keep: the steps and the images.
+    """The part of an absorption that is the same for every choice of channels: the steps and the images.
 
     Attributes:
         model: The teacher.
         images: See :class:`Images`.
-        folder: Takes the finished blocks of students.
         int8: See :func:`slab_det.absorb`.
         forward: For a teacher or student, returns the function that runs it on the image tensor of a batch and the
             index of the batch, up to the last block.
@@ -65,12 +64,10 @@ class AbsorptionPlan:
         blocks: The steps of each block in the order of the forward, by the name of the block.
         reads: See :class:`slab_det.absorption.walk.Walk`.
         digest: Digest of all that determines a fit: images, the teacher's weights and settings, the plan and the code.
-        own: :attr:`NormAbsorption.own` of each norm that a student has measured; it is the same for all students.
     """
 
     model: nn.Module
     images: Images
-    folder: Path
     int8: bool
     forward: Callable[[nn.Module], Callable[[Tensor, int], object]]
     fusions: dict[str, NormFusion]
@@ -78,7 +75,6 @@ class AbsorptionPlan:
     blocks: dict[str, list[Step]]
     reads: dict[str, set[str]]
     digest: hashlib._Hash
-    own: dict[str, float] = field(default_factory=dict)
 
     def shorten(self, count: int) -> AbsorptionPlan:
         """Returns the plan with only the first ``count`` batches; itself if there are no more."""
@@ -86,25 +82,23 @@ class AbsorptionPlan:
             return self
         digest = self.digest.copy()
         digest.update(f'{count} batches'.encode())
-        return replace(self, images=self.images._replace(count=count), digest=digest, own={})
+        return replace(self, images=self.images._replace(count=count), digest=digest)
 
 
 def make_plan(
-    model: nn.Module, batches: Iterable, folder: Path, int8: bool = False, channels: str = '', norms: bool = True
+    model: nn.Module, images: Images, channels: bool, norms: str | Collection[str], int8: bool = False
 ) -> AbsorptionPlan:
-    """Reads the images, and runs the model to find the order of the steps and what each block reads.
+    """Runs the model to find the order of the steps and what each block reads.
 
     See :func:`slab_det.absorb` for the other arguments and for the errors.
 
     Args:
         model: The teacher, in eval mode.
-        folder: Folder for temporary files.
-        channels: Where hidden channels may be removed: '', 'ffn' or 'everywhere'.
-        norms: Whether norms may be absorbed.
+        images: Its images.
+        channels: Whether hidden channels may be removed.
     """
-    family = find_absorbed(model) if channels == 'everywhere' else None
+    family = find_absorbed(model) if images.regions else None
     heads = family is not None
-    images = read_images(model, batches, folder, heads)
     _check_absorbable(model)
     places = find_channels(model) if channels else {}
     writers, layer_norms = _find_writers(model, places), dict(named_norms(model, nn.LayerNorm))
@@ -121,17 +115,20 @@ def make_plan(
     steps = [Step(name, Probe(name, 'input'), Probe(name, 'output')) for name in layer_norms]
     calls = _trace(model, forward(model), image, [*steps, *ranks, *writers])
     reasons = {name: _why_not_absorbable(model, name, norm, calls) for name, norm in layer_norms.items()}
-    if not norms:
+    if norms == 'keep':
         reasons = {name: reason or KEPT_BY_CHOICE for name, reason in reasons.items()}
     candidates = [layer_norms[name] for name, reason in reasons.items() if not reason]
     fusions = {fusion.norm: fusion for fusion in plan_folds(model, candidates)}
     reasons = {name: reason or fusions[name].reason for name, reason in reasons.items()}
+    for name in _names_that_stay(norms, reasons):
+        reasons[name] = KEPT_BY_CHOICE
+        fusions[name] = replace(fusions[name], outcome='kept', into=(), reason=KEPT_BY_CHOICE)
     steps = [step for step in steps if not reasons[step.name]]
     if not steps and not head_steps and not any(writer.place for writer in writers):
         why = '; '.join(dict.fromkeys(reasons.values())) or 'it has none'
         raise ConversionError(
-            f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, '
-            'or ffn=0.75 to remove hidden channels'
+            f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, fewer names of '
+            'norms that stay, or channels=0.5 to remove hidden channels'
         )
     writers = [writer for writer in writers if not _is_shared(model, writer.name, calls)]
     blocks = _order_steps(model, calls, [*steps, *ranks], writers)
@@ -151,7 +148,16 @@ def make_plan(
     digest.update(source_digest(Path(slab_det.__file__).parent))
     for name, value in model.state_dict().items():
         digest.update(f'{name} {value.dtype} {tuple(value.shape)}'.encode() + to_bytes(value))
-    return AbsorptionPlan(model, images, folder, int8, forward, fusions, reasons, blocks, reads, digest)
+    return AbsorptionPlan(model, images, int8, forward, fusions, reasons, blocks, reads, digest)
+
+
+def _names_that_stay(norms: str | Collection[str], reasons: Mapping[str, str]) -> Collection[str]:
+    """The absorbable norms that stay; raises ConversionError for other names."""
+    names = () if isinstance(norms, str) else norms
+    possible = [name for name, reason in reasons.items() if not reason]
+    if unknown := ', '.join(sorted({*names} - {*possible})):
+        raise ConversionError(f'norms: {unknown} cannot be absorbed; these can: {", ".join(possible)}')
+    return names
 
 
 def source_digest(package: Path) -> bytes:

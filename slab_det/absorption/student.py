@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, ChannelAbsorption, NormAbsorption
+from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption, NormAbsorption
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.plan import AbsorptionPlan, Step
@@ -38,47 +36,32 @@ from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 
 
-def absorb_norms(
-    plan: AbsorptionPlan,
-    names: Collection[str] = (),
-    channels: float | Mapping[str, int] = 0.0,
-    work_dir: Path | None = None,
-    progress: bool = True,
-) -> nn.Module:
-    """Makes a student that has absorbed every norm except ``names`` and lost hidden channels.
+def absorb_norms(plan: AbsorptionPlan, channels: Mapping[str, int], work_dir: Path, progress: bool = True) -> nn.Module:
+    """Makes a student that has absorbed the norms of a plan and lost hidden channels.
 
     Args:
         plan: The steps and the images.
-        names: Norms that stay LayerNorm.
-        channels: Share of the hidden channels to remove from each FFN; or the number to leave in each place, by name.
-        work_dir: Folder for finished blocks, from which a later call resumes; by default the folder of the plan.
+        channels: The number of channels to leave in each place that loses some, by name.
+        work_dir: Folder for finished blocks, from which a later call resumes.
         progress: Show a progress bar.
 
     Returns:
         The fused student, with its reports.
 
     Raises:
-        ConversionError: If ``names`` has a name that is no absorbable norm, or values are not finite.
+        ConversionError: If values are not finite.
     """
-    possible = [name for name, reason in plan.reasons.items() if not reason]
-    if unknown := ', '.join(sorted({*names} - {*possible})):
-        raise ConversionError(f'keep: {unknown} cannot be absorbed; these can: {", ".join(possible)}')
     model, blocks = copy_teacher(plan), [*plan.blocks]
-    absorption = Absorption(plan, model, {*names}, channels, work_dir or plan.folder)
+    absorption = Absorption(plan, model, channels, work_dir)
     first = absorption.resume()
     title = f'Absorption, {len(blocks) - first} of {len(blocks)} blocks'
     for block in Progress(blocks[first:], title, disable=not progress or first == len(blocks)):
         absorption.fit_block(block)
         absorption.save(block)
     report, past = absorption.report, past_report(plan.model)
-    kept = {norm.norm for norm in report.kept}
-    fusions = [
-        replace(fusion, outcome='kept', into=(), reason=KEPT_BY_CHOICE) if fusion.norm in kept else fusion
-        for fusion in plan.fusions.values()
-    ]
     report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
     model.absorption_report = report
-    model.fusion_report = FusionReport([*past.norms, *fusions], past.channels | _kept_channels(report))
+    model.fusion_report = FusionReport([*past.norms, *plan.fusions.values()], past.channels | _kept_channels(report))
     return model
 
 
@@ -91,11 +74,6 @@ def copy_teacher(plan: AbsorptionPlan) -> nn.Module:
     return model
 
 
-def channels_left(count: int, removed: float) -> int:
-    """The number of channels that stay, a multiple of 8, when a share of them is removed."""
-    return 8 * max(1, math.ceil((1 - removed) * count / 8 - 1e-9))
-
-
 # Most inputs of a layer that is fitted again because maps lost channels: the sums of more would take gigabytes.
 MAX_COLUMNS = 8192
 
@@ -106,7 +84,6 @@ class Absorption:
     Args:
         plan: The steps and the images.
         model: The student before any fit.
-        names: Norms that stay LayerNorm.
         channels: See :func:`absorb_norms`.
         work_dir: Folder for the weights that each block changed.
 
@@ -116,15 +93,8 @@ class Absorption:
         lost_logits: :attr:`ChannelAbsorption.logits` of attentions whose values are not fitted yet.
     """
 
-    def __init__(
-        self,
-        plan: AbsorptionPlan,
-        model: nn.Module,
-        names: set[str],
-        channels: float | Mapping[str, int],
-        work_dir: Path,
-    ) -> None:
-        self.plan, self.model, self.names, self.channels, self.work_dir = plan, model, names, channels, work_dir
+    def __init__(self, plan: AbsorptionPlan, model: nn.Module, channels: Mapping[str, int], work_dir: Path) -> None:
+        self.plan, self.model, self.channels, self.work_dir = plan, model, channels, work_dir
         self.teacher, self.student = (
             Walk(net, plan.forward(net), plan.reads, plan.images.store, name)
             for name, net in (('teacher', plan.model), ('student', model))
@@ -132,14 +102,12 @@ class Absorption:
         self.report, self.saved, self.lost_logits = AbsorptionReport(), {}, {}
 
     def file(self, block: str) -> Path:
-        """The file of a finished block, shared by students that keep the same norms and channels up to this block."""
+        """The file of a finished block, shared by students that keep the same channels up to this block."""
         blocks = [*self.plan.blocks]
         steps = [step for name in blocks[: blocks.index(block) + 1] for step in self.plan.blocks[name]]
-        channels = self.channels
-        if isinstance(channels, Mapping):
-            channels = sorted((step.place, channels.get(step.place, 0)) for step in steps)
+        channels = sorted((step.place, self.channels.get(step.place, 0)) for step in steps)
         digest = self.plan.digest.copy()
-        digest.update(repr((block, sorted(self.names & {step.name for step in steps}), channels)).encode())
+        digest.update(repr((block, channels)).encode())
         return self.work_dir / f'absorb_{digest.hexdigest()[:16]}.pth'
 
     def save(self, block: str) -> None:
@@ -164,8 +132,7 @@ class Absorption:
         if files:
             self.report = AbsorptionReport.from_dict(state['report'])
             for norm in self.report.norms:
-                if norm.outcome == 'absorbed':
-                    apply_fold(self.model, self.plan.fusions[norm.norm])
+                apply_fold(self.model, self.plan.fusions[norm.norm])
             resize_channels(self.model, _kept_channels(self.report))
             self.model.load_state_dict({**self.model.state_dict(), **weights})
         self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -219,51 +186,34 @@ class Absorption:
 
     def _differs_from_teacher(self) -> bool:
         """Whether the student already differs from the teacher, so that a writer has something to correct."""
-        return bool(self.report.pruned) or any(norm.outcome == 'absorbed' for norm in self.report.norms)
+        return bool(self.report.pruned or self.report.norms)
 
     def _absorb_norm(self, block: str, step: Step, early: tuple[str, str]) -> None:
-        name, fusion, own = step.name, self.plan.fusions[step.name], self.plan.own
-        moments, own_moments = _empty_moments(self.plan.int8), _empty_moments()
+        fusion, moments = self.plan.fusions[step.name], _empty_moments(self.plan.int8)
         for batch in self.batches():
-            part = is_held_out(batch)
-            source, target = self.teacher.run(batch, block, [step.source, step.target], early[0])
-            if name not in own:
-                own_moments[part].add(*sample_tokens(source, target))
-            moments[part].add(*sample_tokens(*self.student.run(batch, block, [step.source], early[1]), target))
+            (target,) = self.teacher.run(batch, block, [step.target], early[0])
+            (source,) = self.student.run(batch, block, [step.source], early[1])
+            moments[is_held_out(batch)].add(*sample_tokens(source, target))
             # Frees the memory for the next forwards.
             del source, target
-        _check_finite(name, *moments)
+        _check_finite(step.name, *moments)
         fit = choose_fit(*moments, diagonal_fit(moments[0]).matrix)
-        if name not in own:
-            own[name] = measured_part(*own_moments).unexplained(
-                choose_fit(*own_moments, diagonal_fit(own_moments[0]).matrix)
-            )
-        shares = dict(own=own[name], left=measured_part(*moments).unexplained(fit))
-        if name in self.names:
-            reason = f'the best affine map has an error of {own[name]:.1%}'
-            self.report.norms.append(NormAbsorption(name, 'kept', reason=reason, **shares))
-        else:
-            self.report.norms.append(NormAbsorption(name, 'absorbed', **shares))
-            apply_fold(self.model, fusion)
-            fold_affine(self.model, fusion, *fit)
+        left = measured_part(*moments).unexplained(fit)
+        self.report.norms.append(NormAbsorption(step.name, 'absorbed', left=left))
+        apply_fold(self.model, fusion)
+        fold_affine(self.model, fusion, *fit)
 
     def _find_pruned(self, step: Step) -> tuple[HiddenChannels, int] | None:
         """The place of a step and the number of hidden channels to leave in it; None if it is not pruned."""
-        if not (self.channels and step.place):
+        if not step.place:
             return None
         place = find_channels(self.model)[step.place]
-        if isinstance(self.channels, Mapping):
-            kept = self.channels.get(place.name, place.count)
-        elif place.tokens:
-            return None
-        else:
-            kept = channels_left(place.count, self.channels)
+        kept = self.channels.get(place.name, place.count)
         if not place.reason and kept < place.count:
             return place, kept
-        reason = place.reason or ('' if isinstance(self.channels, Mapping) else 'it has too few hidden channels')
         # Queries and keys are a step of the same place, before the step of the values.
-        if reason and not (place.tokens and step.name == step.place):
-            self.report.channels.append(ChannelAbsorption(place.name, reason=reason))
+        if place.reason and not (place.tokens and step.name == step.place):
+            self.report.channels.append(ChannelAbsorption(place.name, reason=place.reason))
         return None
 
     def _reduce_rank(self, block: str, step: Step, place: HiddenChannels, kept: int) -> None:
