@@ -102,6 +102,8 @@ def test_a_student_is_written_before_it_is_measured(detector: Path, call, monkey
 def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     shutil.move('data/images/train', 'pictures')
     shutil.rmtree('data')
+    # As mmdet 2 stored class names.
+    torch.save({**torch.load(detector), 'meta': dict(CLASSES=('a', 'b', 'c', 'd'))}, detector)
     cfg = Config.fromfile('small.py')
     # A config for inference only: no training settings, and hooks that count epochs.
     for key in ('train_cfg', 'train_dataloader', 'val_cfg', 'val_dataloader', 'val_evaluator', 'param_scheduler'):
