@@ -144,8 +144,8 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
             values |= dict(kept=[norm.norm for norm in report.kept])
         if report.multiply_adds:
             before, after = report.multiply_adds
-            places = {place.place: (place.kept, place.channels) for place in report.pruned}
-            values |= dict(share=round(after / before, 4), channels=places)
+            units = {unit.unit: (unit.kept, unit.channels) for unit in report.pruned}
+            values |= dict(share=round(after / before, 4), channels=units)
         return values
 
     def absorbed(name: str = '', **options: object) -> dict:

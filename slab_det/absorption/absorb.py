@@ -15,10 +15,10 @@ from mmengine.model import is_model_wrapper
 from torch import nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
-from slab_det.absorption.budget import Survey
 from slab_det.absorption.images import HELD_OUT, Images, read_images
 from slab_det.absorption.plan import make_plan
-from slab_det.absorption.student import absorb_norms
+from slab_det.absorption.student import make_student
+from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect
 from slab_det.runtime.copying import copy_module
@@ -115,10 +115,10 @@ def absorb(
             survey = Survey(plan)
             if channels == 'auto':
                 keeping = plan if norms == 'keep' else make_plan(model, stored, True, 'keep', int8)
-                quick = partial(absorb_norms, keeping.shorten(SEARCH), work_dir=work_dir, progress=False)
+                quick = partial(make_student, keeping.shorten(SEARCH), work_dir=work_dir, progress=False)
                 channels = find_least_share(survey, quick, compare, progress)
             counts = survey.choose(channels)
-        student = absorb_norms(plan, counts, work_dir, progress)
+        student = make_student(plan, counts, work_dir, progress)
         if compare is not None:
             compare(student)
         if survey is not None:

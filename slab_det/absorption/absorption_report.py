@@ -1,4 +1,4 @@
-"""The report of an absorption: the outcome and the error of each LayerNorm and each place with hidden channels."""
+"""The report of an absorption: the outcome and the error of each LayerNorm and each unit of hidden channels."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class NormAbsorption:
 
 @dataclass(frozen=True)
 class ChannelAbsorption:
-    """Outcome and error of one place with hidden channels, see :class:`slab_det.fusion.Channels`.
+    """Outcome and error of one unit of hidden channels, see :class:`slab_det.fusion.Channels`.
 
     Attributes:
-        place: Dotted name of the place.
-        channels: Number of hidden channels before; None where the place was left alone.
+        unit: Dotted name of the unit.
+        channels: Number of hidden channels before; None where the unit was left alone.
         kept: Number of hidden channels after.
-        reason: Why the place was left alone, or ''.
+        reason: Why the unit was left alone, or ''.
         left: Mean squared error of the refitted readers on held-out batches, as a share of a variance: that of the
             teacher's residual stream behind them, or of the teacher's outputs in a head.
         logits: In an attention, the share of the logits' second moment that queries and keys of lower rank lose.
     """
 
-    place: str
+    unit: str
     channels: int | None = None
     kept: int | None = None
     reason: str = ''
@@ -61,7 +61,7 @@ class AbsorptionReport:
             over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
             are those that write the residual stream, the neck's convolutions, and the heads' layers that read maps
             which lost channels.
-        channels: The places with hidden channels, in the order of their calls, where channels were to be removed.
+        channels: The units of hidden channels, in the order of their calls, where channels were to be removed.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.
         agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
@@ -87,8 +87,13 @@ class AbsorptionReport:
 
     @property
     def pruned(self) -> list[ChannelAbsorption]:
-        """The places that lost channels."""
-        return [place for place in self.channels if not place.reason]
+        """The units that lost channels."""
+        return [unit for unit in self.channels if not unit.reason]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of channels left in each unit that lost some, by its name."""
+        return {unit.unit: unit.kept for unit in self.pruned}
 
     def describe_loss(self) -> str:
         """Says what the agreement tells about the loss of AP."""
@@ -128,16 +133,16 @@ class AbsorptionReport:
                 f'average, largest at {worst.norm}: {worst.left:.1%}'
             )
         if self.pruned:
-            worst = max(self.pruned, key=lambda place: place.left)
+            worst = max(self.pruned, key=lambda unit: unit.left)
             lines.append(
-                f'channels removed in {len(self.pruned)} places, {sum(place.kept for place in self.pruned)} of '
-                f'{sum(place.channels for place in self.pruned)} left; error, as a share of variance: '
-                f'largest at {worst.place}: {worst.left:.1%}'
+                f'channels removed in {len(self.pruned)} units, {sum(unit.kept for unit in self.pruned)} of '
+                f'{sum(unit.channels for unit in self.pruned)} left; error, as a share of variance: '
+                f'largest at {worst.unit}: {worst.left:.1%}'
             )
         if self.multiply_adds:
             before, after = self.multiply_adds
             scale, unit = (1e9, 'billion') if before >= 1e10 else (1e6, 'million')
             counts = f'{after / scale:.1f} of {before / scale:.1f} {unit}'
             lines.append(f'multiply-adds: {counts} left, {after / before:.0%}')
-        lines += [f'  {place.place}: left alone, {place.reason}' for place in self.channels if place.reason]
+        lines += [f'  {unit.unit}: left alone, {unit.reason}' for unit in self.channels if unit.reason]
         return '\n'.join(lines)

@@ -133,7 +133,7 @@ def _crop(
         samples: One for each image.
         pixels: Number of pixels that suffice.
         unit: The sides and the corner of the crop are multiples of it, except at the border of the images.
-        seed: Chooses the place of the crop.
+        seed: Chooses the corner of the crop.
     """
     scale, generator, parts = math.sqrt(pixels / images[0, 0].numel()), random.Random(seed), []
     if scale >= 1:

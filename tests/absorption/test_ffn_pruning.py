@@ -9,7 +9,7 @@ from torch import nn
 
 import slab_det
 from slab_det.absorption.absorb import absorb
-from slab_det.absorption.student import absorb_norms
+from slab_det.absorption.student import make_student
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
@@ -56,12 +56,12 @@ def test_redundant_channels_are_pruned(teacher, backbone, tmp_path):
     plan = plan_channels(model, [image.double() for image in pictures(10)], tmp_path)
     counts = {name: len(first_weight(model, name)) for name in ffns_of(model)}
     half, few = (
-        absorb_norms(plan, {name: max(8, count // part) for name, count in counts.items()}, tmp_path, progress=False)
+        make_student(plan, {name: max(8, count // part) for name, count in counts.items()}, tmp_path, progress=False)
         for part in (2, 4)
     )
     assert layer_norms(half) == layer_norms(few) == layer_norms(model)
     for ffn in half.absorption_report.pruned:
-        rows, all_rows = (first_weight(net, ffn.place) for net in (half, model))
+        rows, all_rows = (first_weight(net, ffn.unit) for net in (half, model))
         assert len(all_rows) == ffn.channels and len(rows) == ffn.kept == max(8, ffn.channels // 2)
         assert {*map(tuple, rows.tolist())} < {*map(tuple, all_rows.tolist())}
     for size in ((66, 70), (75, 101)):
@@ -71,14 +71,14 @@ def test_redundant_channels_are_pruned(teacher, backbone, tmp_path):
             losses = [relative_difference(student.extract_feat(image), maps) for student in (half, few)]
             assert losses[0] < 1e-2 and losses[0] < losses[1], losses
             assert relative_difference(slab_det.deploy(few).extract_feat(image), few.extract_feat(image)) < 1e-9
-    assert f'channels removed in {len(half.absorption_report.pruned)} places' in str(half.absorption_report)
+    assert f'channels removed in {len(half.absorption_report.pruned)} units' in str(half.absorption_report)
 
 
 @pytest.mark.parametrize('backbone', ['SLABSwin', 'BN+FFNBN', 'FFN norm', 'PyramidVisionTransformer'])
 def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, backbone, tmp_path):
     model = teacher(backbone)
     student = absorb(slab_det.fuse(model), pictures(5), 0.6, 'remove', progress=False)
-    pruned = {place.place for place in student.absorption_report.pruned}
+    pruned = {unit.unit for unit in student.absorption_report.pruned}
     # An FFN with a norm that goes keeps its channels.
     assert not layer_norms(student) and bool(pruned & ffns_of(student).keys()) == (backbone != 'FFN norm')
     checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
@@ -99,9 +99,9 @@ def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, 
 def test_an_ffn_with_more_than_two_layers_is_left_alone(teacher):
     student = absorb(teacher('FFN norm'), pictures(5), 0.7, progress=False)
     report, reason = student.absorption_report, 'a norm stands between its layers'
-    alone = [place for place in report.channels if place.reason]
-    assert [(ffn.place, ffn.reason) for ffn in alone] == [(name, reason) for name in ffns_of(student)]
-    assert f'{alone[0].place}: left alone, {reason}' in str(report)
+    alone = [unit for unit in report.channels if unit.reason]
+    assert [(ffn.unit, ffn.reason) for ffn in alone] == [(name, reason) for name in ffns_of(student)]
+    assert f'{alone[0].unit}: left alone, {reason}' in str(report)
 
 
 def test_a_detector_without_norms_to_absorb_needs_a_share(teacher):
