@@ -28,9 +28,10 @@ from torch import nn
 from benchmarks.norms.table import replace_table
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
-from slab_det.absorption.absorb import absorb_norms
-from slab_det.absorption.budget import Survey
+from slab_det.absorption.images import read_images
 from slab_det.absorption.plan import make_plan
+from slab_det.absorption.student import make_student
+from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.compare.detections import detect
@@ -88,34 +89,30 @@ def measure(args: argparse.Namespace) -> None:
 
     add('teacher', lambda: teacher)
     add('bfloat16', lambda: slab_det.deploy(copy_module(teacher), dtype=torch.bfloat16))
-    add('no norms', lambda: slab_det.absorb(teacher, images, keep='none', progress=False))
+    add('no norms', lambda: slab_det.absorb(teacher, images, channels=1, norms='remove', compare=False, progress=False))
     with torch.inference_mode(False), tempfile.TemporaryDirectory() as folder:
         model = copy_module(teacher)
         adopt(model)
         set_mode(model, False)
-        plan = make_plan(model, images, Path(folder), False, 'everywhere', norms=False)
-        norms = [name for name, reason in plan.reasons.items() if not reason]
+        plan = make_plan(model, read_images(model, images, Path(folder), heads=True), True, 'keep', False)
         survey = Survey(plan)
+
+        def add_student(name: str, counts: dict[str, int]) -> None:
+            add(name, lambda: make_student(plan, counts, Path(folder), progress=False))
+
         for family, parts in FAMILIES.items():
-            chosen = [name for name in survey.places if any(part in name for part in parts)]
-            for share in SHARES if chosen else ():
-                counts = {
-                    name: min(
-                        survey.places[name].counts,
-                        key=lambda n, name=name: (abs(n - share * survey.places[name].counts[0]), n),
-                    )
-                    for name in chosen
-                }
-                add(
-                    f'{family}, {share:g} of the channels',
-                    lambda counts=counts: absorb_norms(plan, norms, channels=counts, progress=False),
-                )
+            units = {name: unit.counts for name, unit in survey.prices.items() if any(part in name for part in parts)}
+            for share in SHARES if units else ():
+                counts = {name: nearest(found, share * found[0]) for name, found in units.items()}
+                add_student(f'{family}, {share:g} of the channels', counts)
         for share in EVERYWHERE:
             if share > survey.least_share():
-                add(
-                    f'everywhere, {share:g} of the multiply-adds',
-                    lambda share=share: absorb_norms(plan, norms, channels=survey.choose(share), progress=False),
-                )
+                add_student(f'everywhere, {share:g} of the multiply-adds', survey.choose(share))
+
+
+def nearest(values: Sequence[int], value: float) -> int:
+    """The least of the values that are nearest to another one."""
+    return min(values, key=lambda each: (abs(each - value), each))
 
 
 def students(rows: Sequence[dict]) -> list[dict]:

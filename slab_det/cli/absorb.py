@@ -4,7 +4,6 @@ fine-tunes it towards the original detector."""
 
 import argparse
 import json
-import re
 
 from slab_det.cli import command, find_folder
 
@@ -25,25 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='pipeline that reads these images: of inference or of training (default %(default)s)',
     )
     parser.add_argument(
-        '--keep',
-        nargs='+',
-        metavar='KEEP',
-        help='LayerNorms to keep: all; none; a number K, for the K least affine; names; or auto, for the fewest with '
-        'which the detections agree with the original detector, at most a quarter (default: all)',
-    )
-    parser.add_argument(
-        '--ffn',
-        type=float,
-        default=0.0,
-        metavar='SHARE',
-        help='share of the hidden channels to remove from each FFN, such as 0.75 (default %(default)s)',
-    )
-    parser.add_argument(
         '--channels',
+        default='auto',
         metavar='SHARE',
         help="share of the detector's multiply-adds to leave, such as 0.5: hidden channels of FFNs, attention and "
-        'heads go where they cost least; or auto, for the least share that retains 99 %% of the AP, by '
-        'detections (default: auto, or with --keep or --ffn none goes)',
+        'heads go where they cost least; 1 leaves all; auto takes the least share that retains 99 %% of the AP, by '
+        'detections (default: auto)',
+    )
+    parser.add_argument(
+        '--norms',
+        nargs='+',
+        default=['keep'],
+        metavar='NORM',
+        help='keep: leave all LayerNorms; remove: absorb those that can be absorbed; names: those that stay while the '
+        'others are absorbed (default: keep)',
     )
     parser.add_argument('--int8', action='store_true', help='absorb for int8: higher AP in int8, lower AP in float32')
     parser.add_argument('--eval', action='store_true', help="also measure AP, on the config's validation images")
@@ -84,9 +78,9 @@ def main(args: argparse.Namespace) -> None:
     if args.eval:
         check_class_order(cfg, 'val', classes_of_meta(vars(teacher)) or (), args.checkpoint)
     images = image_loader(cfg, args.num_images, args.pipeline, args.images)
-    keep = int(args.keep[0]) if args.keep and re.fullmatch(r'-?\d+', ' '.join(args.keep)) else args.keep
-    options = dict(int8=args.int8, work_dir=args.work_dir, ffn=args.ffn, channels=_read_share(args.channels))
-    student = slab_det.absorb(teacher, images, keep=keep, **options)
+    norms = args.norms if len(args.norms) > 1 else args.norms[0]
+    options = dict(int8=args.int8, work_dir=args.work_dir)
+    student = slab_det.absorb(teacher, images, _read_share(args.channels), norms, **options)
     checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
     print(f'Written to {checkpoint} and {config}')
     hint = ''
@@ -116,9 +110,9 @@ def main(args: argparse.Namespace) -> None:
     print(f'{report}\n\n{_format_rows(rows)}{hint}')
 
 
-def _read_share(word: str | None) -> float | str | None:
+def _read_share(word: str) -> float | str:
     try:
-        return word if word in (None, 'auto') else float(word)
+        return word if word == 'auto' else float(word)
     except ValueError:
         # slab_det.absorb says what can be given.
         return word

@@ -45,8 +45,8 @@ class FusionReport:
 
     Attributes:
         norms: One entry for each norm.
-        channels: Number of hidden channels left in each place that :func:`slab_det.absorb` pruned, by the name of the
-            place: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
+        channels: Number of hidden channels left in each unit that :func:`slab_det.absorb` pruned, by the name of the
+            unit: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
     """
 
     norms: list[NormFusion]
@@ -64,7 +64,7 @@ class FusionReport:
     def __str__(self) -> str:
         counts = ', '.join(f'{count} {outcome}' for outcome, count in self._count().items())
         left = [f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}' for norm in self.norms if not norm.into]
-        pruned = [f'hidden channels removed in {len(self.channels)} places'] if self.channels else []
+        pruned = [f'hidden channels removed in {len(self.channels)} units'] if self.channels else []
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *pruned])
 
     def _count(self) -> dict[str, int]:

@@ -47,7 +47,7 @@ def test_what_is_no_batch_of_images_is_named(function, images, message, backbone
     before = copy.deepcopy(backbones['model'].state_dict())
     calls = dict(
         recalibrate=lambda: slab_det.recalibrate(backbones['model'], images, progress=False),
-        absorb=lambda: slab_det.absorb(backbones['plain'], images, keep=0, progress=False),
+        absorb=lambda: slab_det.absorb(backbones['plain'], images, 1, 'remove', progress=False),
         verify_fusion=lambda: verify_fusion(backbones['model'], backbones['fused'], images),
         detect=lambda: detect(backbones['model'], images),
     )
