@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.results import FOLDER
 from slab_det.compare.agreement import expected_loss
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 
 # Students of a form that is gone: with a matrix A beside each pruned FFN.
 ABANDONED = re.compile(r'\bA\b')

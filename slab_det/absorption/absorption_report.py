@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from slab_det.compare.agreement import describe_loss
+from slab_det.runtime.record import Record
 
 # The reason given for norms that ``keep='all'`` keeps.
 KEPT_BY_CHOICE = 'kept by choice'
@@ -55,7 +56,7 @@ class ChannelAbsorption:
 
 
 @dataclass
-class AbsorptionReport:
+class AbsorptionReport(Record):
     """Report of :func:`slab_det.absorb`.
 
     Attributes:
@@ -105,17 +106,13 @@ class AbsorptionReport:
         """The norms that were fitted, the least affine first."""
         return [norm.norm for norm in sorted(self.norms, key=lambda norm: -(norm.own or 0)) if norm.own is not None]
 
-    def to_dict(self) -> dict:
-        """The attributes as values that JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of ``to_dict``."""
         kinds = dict(norms=NormAbsorption, channels=ChannelAbsorption)
         return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         absorbed = [norm for norm in self.norms if norm.outcome == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.agreement is not None:
@@ -147,4 +144,4 @@ class AbsorptionReport:
             counts = f'{after / scale:.1f} of {before / scale:.1f} {unit}'
             lines.append(f'multiply-adds: {counts} left, {after / before:.0%}')
         lines += [f'  {place.place}: left alone, {place.reason}' for place in self.channels if place.reason]
-        return '\n'.join(lines)
+        return lines

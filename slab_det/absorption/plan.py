@@ -22,10 +22,10 @@ from slab_det.families import find_absorbed
 from slab_det.fusion.channels import HiddenChannels, find_channels
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.fusion_report import NormFusion
-from slab_det.measure.environment import describe_environment
 from slab_det.norms import named_norms
 from slab_det.norms.folds import Write, find_hooks, find_rule
 from slab_det.runtime.errors import ConversionError
+from slab_det.runtime.record import describe_environment
 
 
 class Step(NamedTuple):

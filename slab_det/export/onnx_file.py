@@ -27,6 +27,7 @@ from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.pipeline import inference_steps
+from slab_det.runtime.record import describe_code, to_plain
 from slab_det.runtime.run_folder import whole_file
 from slab_det.runtime.tensors import check_finite
 
@@ -106,6 +107,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
     metadata = dict(
         version=slab_det.__version__,
+        **describe_code(),
         scope=scope,
         dataset_meta=dataset_meta,
         **_describe_input(detector, divisor),
@@ -132,7 +134,7 @@ def _to_json(meta: dict | None) -> dict | None:
         raise TypeError(f'a {type(value).__name__} is neither text nor numbers')
 
     try:
-        return json.loads(json.dumps(meta, default=convert))
+        return to_plain(meta, convert)
     except (TypeError, ValueError) as error:
         raise ExportError(f'dataset_meta cannot be stored in the file: {error}; remove the entry') from error
 

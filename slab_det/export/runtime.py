@@ -27,6 +27,7 @@ from slab_det.machine import MACHINE
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.numbers import check_threads
+from slab_det.runtime.record import to_plain
 from slab_det.runtimes import EXPORT_RUNTIMES, RUNTIMES, precision_arguments
 
 METADATA_KEY = 'slab_det'
@@ -38,7 +39,7 @@ Start = Callable[[str | bytes, int, str], Callable[[np.ndarray], list[np.ndarray
 def find_resize(steps: Sequence[dict]) -> dict | None:
     """The config of the resize transform of a test pipeline, as JSON stores it; None if no transform resizes."""
     step = next((step for step in steps if 'Resize' in type_name(step['type'])), None)
-    return step and json.loads(json.dumps(dict(step, type=type_name(step['type']))))
+    return step and to_plain(dict(step, type=type_name(step['type'])))
 
 
 def crop_to_multiples(image: np.ndarray | Tensor, divisor: int) -> np.ndarray | Tensor:

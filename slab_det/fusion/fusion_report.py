@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from slab_det.runtime.record import Record
 
 OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
 
 
 @dataclass(frozen=True)
-class NormFusion:
+class NormFusion(Record):
     """Outcome of the fusion of one norm.
 
     Attributes:
@@ -40,7 +43,7 @@ class NormFusion:
 
 
 @dataclass
-class FusionReport:
+class FusionReport(Record):
     """Outcomes of all norms, in the order of the model's modules.
 
     Attributes:
@@ -61,11 +64,14 @@ class FusionReport:
         channels = {'channels': self.channels} if self.channels else {}
         return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **channels}
 
-    def __str__(self) -> str:
+    def lines(self) -> Iterator[str]:
         counts = ', '.join(f'{count} {outcome}' for outcome, count in self._count().items())
-        left = [f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}' for norm in self.norms if not norm.into]
-        pruned = [f'hidden channels removed in {len(self.channels)} places'] if self.channels else []
-        return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *pruned])
+        yield f'{len(self.norms)} norms: {counts}'
+        for norm in self.norms:
+            if not norm.into:
+                yield f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}'
+        if self.channels:
+            yield f'hidden channels removed in {len(self.channels)} places'
 
     def _count(self) -> dict[str, int]:
         # 'absorbed' is left out at 0: only slab_det.absorb makes absorbed norms.
