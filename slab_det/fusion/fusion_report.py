@@ -20,7 +20,7 @@ class NormFusion(Record):
         kind: Class of the norm.
         outcome: 'folded' into linear layers exactly; 'absorbed' into them by a fit (:func:`slab_det.absorb`); 'affine',
             replaced by one multiply-add; or 'kept', unchanged.
-        into: Names of the layers that the norm was folded into. Configs of earlier versions join them with commas.
+        into: Names of the layers that the norm was folded into.
         side: 'input' or 'output': the side of these layers on which the norm was.
         reason: Why the norm was not folded, or ''.
     """
@@ -33,8 +33,8 @@ class NormFusion(Record):
     reason: str = ''
 
     def __post_init__(self) -> None:
-        names = self.into.split(', ') if isinstance(self.into, str) else self.into
-        object.__setattr__(self, 'into', tuple(filter(None, names)))
+        # A config holds a list.
+        object.__setattr__(self, 'into', tuple(self.into))
 
     def to_dict(self) -> dict[str, str | list[str]]:
         """The attributes that differ from their defaults."""
