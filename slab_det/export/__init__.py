@@ -1,6 +1,6 @@
 """Detectors as ONNX files: export, comparison with PyTorch, int8 and runtimes. Needs the extra 'onnx'."""
 
-from slab_det.export.onnx_file import SCOPES, build_graph, export_onnx
+from slab_det.export.onnx_file import EXPORT_SCOPES, build_graph, export_onnx
 from slab_det.export.parity import ParityCheck, check_parity, random_images
 from slab_det.export.quantize import quantize_onnx
 from slab_det.export.runtime import ExportedDetector, load_runtime
@@ -8,7 +8,7 @@ from slab_det.families.masks import paste_masks
 from slab_det.runtime.errors import ExportError
 
 __all__ = [
-    'SCOPES',
+    'EXPORT_SCOPES',
     'ExportError',
     'ExportedDetector',
     'ParityCheck',

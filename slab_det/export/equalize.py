@@ -21,7 +21,7 @@ PARTS = ('low', 'high', 'square', 'mean', 'output_square')
 # Largest share of rounding in the output of a layer that runs in int8.
 MOST_NOISE = 0.01
 # Images that the ranges are measured on.
-IMAGES = 10
+RANGE_IMAGES = 10
 
 
 class _Layer(NamedTuple):

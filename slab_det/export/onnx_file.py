@@ -31,7 +31,7 @@ from slab_det.runtime.record import describe_code, to_plain
 from slab_det.runtime.run_folder import whole_file
 from slab_det.runtime.tensors import check_finite
 
-SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
+EXPORT_SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 # RoiAlign has half-pixel coordinates from opset 16 on; PyTorch 2.6 writes none after 20. ONNX Runtime has no kernel for
 # RoiAlign of opset 22.
 OPSETS = range(16, 21)
@@ -44,8 +44,8 @@ DIVISORS = (1, 32)
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     """Builds the module that :func:`export_onnx` traces from a copy of the detector; takes the same arguments."""
-    if scope not in SCOPES:
-        raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
+    if scope not in EXPORT_SCOPES:
+        raise ExportError(f'scope {scope!r} is not one of {", ".join(EXPORT_SCOPES)}')
     check_finite(detector, ExportError)
     hooked = [name for name, module in detector.named_modules() if find_hooks(module)]
     if hooked:
@@ -54,7 +54,7 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     # The graph makes its indices on the CPU.
     detector.cpu().eval()
     make_size_free(detector)
-    return SCOPES[scope](detector).eval()
+    return EXPORT_SCOPES[scope](detector).eval()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from mmengine.logging import MMLogger
 
-from slab_det.export.equalize import IMAGES, MOST_NOISE, equalize
+from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
 from slab_det.export.runtime import METADATA_KEY, cuts_off_int8_sums, import_extra
 from slab_det.families import EXPORTED
 from slab_det.runtime.run_folder import whole_file
@@ -67,7 +67,7 @@ def quantize_onnx(
             and not any(part in node.name for part in FLOAT_LAYERS)
         ]
         images = iter(images)
-        first = [*islice(images, IMAGES)]
+        first = [*islice(images, RANGE_IMAGES)]
         lost = equalize(model, nodes, first)[1]
         if lost:
             nodes = [node for node in nodes if node not in lost]
