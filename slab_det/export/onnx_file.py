@@ -19,8 +19,9 @@ import slab_det
 from slab_det.compare.features import input_channels
 from slab_det.export.backbones import make_size_free
 from slab_det.export.detector import BackboneGraph, DetectorGraph
-from slab_det.export.runtime import METADATA_KEY, crop_to_multiples, find_resize, import_extra
-from slab_det.export.settings import describe_preprocessor
+from slab_det.export.extras import import_extra
+from slab_det.export.loaded_file import METADATA_KEY, crop_to_multiples
+from slab_det.export.settings import describe_preprocessor, find_resize
 from slab_det.norms import named_offline_norms
 from slab_det.norms.folds import find_hooks
 from slab_det.runtime.copying import copy_module

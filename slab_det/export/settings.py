@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mmdet.models.data_preprocessors import DetDataPreprocessor
@@ -28,6 +28,12 @@ class Settings(NamedTuple):
     score_thr: float | None
     max_per_img: int | None
     mask_threshold: float | None
+
+
+def find_resize(steps: Sequence[dict]) -> dict | None:
+    """The config of the resize transform of a test pipeline, as JSON stores it; None if no transform resizes."""
+    step = next((step for step in steps if 'Resize' in type_name(step['type'])), None)
+    return step and to_plain(dict(step, type=type_name(step['type'])))
 
 
 def describe_preprocessor(preprocessor: DetDataPreprocessor) -> dict:

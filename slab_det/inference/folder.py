@@ -104,6 +104,6 @@ def _find_missing(folder: Path, entry: dict, device: str) -> str:
 
 def _cuts_off_sums(runtime: str) -> bool:
     # The import takes half a second, which PyTorch's forms do not need.
-    from slab_det.export.runtime import cuts_off_int8_sums
+    from slab_det.export.int8_sums import cuts_off_int8_sums
 
     return cuts_off_int8_sums(runtime)
