@@ -38,7 +38,7 @@ from slab_det.compare.detections import detect
 from slab_det.compare.ruler import retained_ap
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import COLOURS, WIDTH, save_figure, styled
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
 from slab_det.runtime.copying import copy_module

@@ -168,7 +168,8 @@ def _compare_to(teacher: nn.Module, images: Images) -> Callable[[nn.Module], Non
         report.num_images, report.num_detections = len(reference), sum(len(found.scores) for found in reference)
         with suppress(ComparisonError):  # the teacher finds nothing, or nothing again
             found = retained_ap(truth, reference, detect(student, images.held_out))
-            report.retained_ap, report.retained_ap_error = found
+            report.retained_ap = found.value
+            report.retained_ap_error = found.error if math.isfinite(found.error) else None
 
     return compare
 

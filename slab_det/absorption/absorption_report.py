@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 from slab_det.compare.ruler import RetainedAP, describe_loss
+from slab_det.runtime.record import Record
 
 # The reason given for norms that could be absorbed.
 KEPT_BY_CHOICE = 'kept by choice'
@@ -52,7 +54,7 @@ class ChannelAbsorption:
 
 
 @dataclass
-class AbsorptionReport:
+class AbsorptionReport(Record):
     """Report of :func:`slab_det.absorb`.
 
     Attributes:
@@ -67,7 +69,7 @@ class AbsorptionReport:
         retained_ap: Share of the teacher's AP that the student retains, estimated on held-out images without labels
             (:func:`slab_det.compare.ruler.retained_ap`); None where the teacher finds nothing (again), or detections
             cannot be compared.
-        retained_ap_error: Standard error of this share.
+        retained_ap_error: Standard error of this share; None where a single image was compared.
         held_out: Whether these images were held out; with fewer than five batches they are those that were fitted.
         num_images: Number of images compared; 0 where detections cannot be compared.
         num_detections: Number of the teacher's detections in these images.
@@ -102,7 +104,8 @@ class AbsorptionReport:
         """Says what the share tells about the loss of AP."""
         if not self.held_out:
             return 'the loss of AP is unknown, because nothing was held out: give at least 5 batches of images'
-        return describe_loss(RetainedAP(self.retained_ap, self.retained_ap_error), self.num_detections)
+        error = math.inf if self.retained_ap_error is None else self.retained_ap_error
+        return describe_loss(RetainedAP(self.retained_ap, error), self.num_detections)
 
     def describe_nothing(self) -> str:
         """Says why the share is unknown where detections can be compared."""
@@ -113,17 +116,13 @@ class AbsorptionReport:
     def _images(self) -> str:
         return f'{self.num_images} {"held-out" if self.held_out else "fitted"} images'
 
-    def to_dict(self) -> dict:
-        """The attributes as values that JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of ``to_dict``."""
         kinds = dict(norms=NormAbsorption, channels=ChannelAbsorption)
         return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         absorbed = [norm for norm in self.norms if norm.outcome == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.retained_ap is not None:
@@ -155,4 +154,4 @@ class AbsorptionReport:
             counts = f'{after / scale:.1f} of {before / scale:.1f} {unit}'
             lines.append(f'multiply-adds: {counts} left, {after / before:.0%}')
         lines += [f'  {unit.unit}: left alone, {unit.reason}' for unit in self.channels if unit.reason]
-        return '\n'.join(lines)
+        return lines

@@ -36,9 +36,10 @@ class RetainedAP(NamedTuple):
     def losses(self, ap: float = ASSUMED_AP) -> tuple[float, float, float]:
         """The lost AP of a teacher with the AP ``ap``, and that at two standard errors above and below the share.
 
-        Nobody loses more than there is. A gain is a negative loss.
+        Nobody loses more than there is, ``ap``. A gain is a negative loss, of at most ``ap``.
         """
-        return tuple(min(ap * (1 - self.value - step * self.error), ap) for step in (0, 2, -2))
+        loss, spread = ap * (1 - self.value), 2 * ap * self.error
+        return tuple(min(max(value, -ap), ap) for value in (loss, loss - spread, loss + spread))
 
 
 # The scores of the true detections of a class in an image (T,), those of the other detector (N,), and for each IoU
@@ -102,7 +103,7 @@ def retained_ap(
     parts = [share([i for i in everything if i % groups != group]) for group in range(groups)] if groups > 1 else []
     # Without a group, nothing may be found.
     parts = np.array([part for part in parts if np.isfinite(part)])
-    error = np.sqrt((groups - 1) / groups * np.square(parts - parts.mean()).sum()) if len(parts) else np.inf
+    error = np.sqrt((groups - 1) / groups * np.square(parts - parts.mean()).sum()) if len(parts) > 1 else np.inf
     return RetainedAP(share(everything), float(error))
 
 

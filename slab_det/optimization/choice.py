@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from slab_det.compare.ruler import ASSUMED_AP, retained_ap
 from slab_det.measure.timer import compare_times
 from slab_det.optimization.records import TRUTH, Records
+from slab_det.runtime.record import Record
 
 # Losses of AP up to this one, in points, count as none when forms are compared with each other.
 NEGLIGIBLE_LOSS = 0.05
@@ -21,7 +22,7 @@ SURE_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Record):
     """What was measured of a form.
 
     Attributes:
@@ -60,15 +61,6 @@ class Measured:
     def loss(self) -> float:
         """The loss of AP in points: the measured one, else the expected one."""
         return self.expected_loss if self.ap_loss is None else self.ap_loss
-
-    def to_dict(self) -> dict:
-        """The attributes as values that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, entry: Mapping) -> Measured:
-        """Reads the attributes from a mapping that holds them among others."""
-        return cls(**{field.name: entry[field.name] for field in fields(cls)})
 
 
 def summarize(

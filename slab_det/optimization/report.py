@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,13 +11,13 @@ from tempfile import TemporaryDirectory
 
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import FEW_DETECTIONS
-from slab_det.inference.folder import FILE, SCHEMA, is_folder, read_folder
-from slab_det.measure.markdown import format_table
-from slab_det.measure.report_file import AP_KINDS, main_column
+from slab_det.inference.folder import FILE, is_folder, read_folder
+from slab_det.measure.report_file import AP_KINDS, format_ap
 from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.optimization.evidence import describe_evidence
 from slab_det.optimization.own_files import OwnFiles
 from slab_det.runtime.errors import DeploymentError
+from slab_det.runtime.record import SCHEMA, Record, format_ratio, format_table, to_json
 
 SHORT = (
     f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '
@@ -30,7 +29,7 @@ README, FIGURE, GRID = 'README.md', 'ap_ms.svg', 'objects.png'
 
 
 @dataclass(frozen=True)
-class OptimizationReport:
+class OptimizationReport(Record):
     """The result of :func:`slab_det.optimize`.
 
     Attributes:
@@ -117,8 +116,7 @@ class OptimizationReport:
             loss = '–' if is_base else f'{entry["expected_loss"]:.2f} ({low:.2f} to {high:.2f})'
             row = [title, _digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
             row += ['–' if is_base else f'{entry["retained_ap"]:.1%}', loss]
-            ap = entry['ap'] or {}
-            row += [f'{100 * ap[kind][main_column(kind)]:.1f}' if kind in ap else '–' for kind in kinds]
+            row += [format_ap(entry['ap'], kind) for kind in kinds]
             memory = '–' if entry['memory_mb'] is None else f'{entry["memory_mb"]:.0f} MB'
             rows.append([*row, memory, f'{entry["first_s"]:.1f} s', f'{entry["disk_mb"]:.0f} MB'])
         return format_table(titles, rows)
@@ -151,9 +149,12 @@ class OptimizationReport:
             lines.append(f'Not measured in the time: {"; ".join(content["not_measured"])}. The same command goes on.')
         return lines
 
-    def __str__(self) -> str:
-        notes = '\n'.join(f'- {note}' for note in self.notes())
-        return f'{self.verdict()}\n\n{self.table()}\n\n{notes}'
+    def to_dict(self) -> dict:
+        """What optimize.json holds."""
+        return self.content
+
+    def lines(self) -> list[str]:
+        return [self.verdict(), '', self.table(), '', *(f'- {note}' for note in self.notes())]
 
 
 def _digits(value: float) -> str:
@@ -162,8 +163,7 @@ def _digits(value: float) -> str:
 
 
 def _ratio(entry: Mapping) -> str:
-    low, high = entry['quartiles']
-    return f'{entry["ratio"]:.2f} ({low:.2f} to {high:.2f})'
+    return format_ratio(entry['ratio'], entry['quartiles'])
 
 
 def _describe_ap(ap: float, base: Mapping) -> str:
@@ -199,7 +199,7 @@ def write_folder(files: OwnFiles, content: dict, forms: Mapping[str, tuple[Path,
         entry['loss'] = entry['expected_loss'] if entry['ap_loss'] is None else entry['ap_loss']
     report = OptimizationReport(files.folder, content | dict(schema=SCHEMA))
     _write_text(files, README, _readme(report, has_pictures=False))
-    _write_text(files, FILE, json.dumps(report.content, indent=1, allow_nan=False) + '\n')
+    _write_text(files, FILE, to_json(report.content))
     files.remove_others({README, FILE, *(name for entry in content['forms'] for name in entry['files'])})
     return report
 

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -20,7 +19,6 @@ from slab_det.fusion.fuse import check_statistics
 from slab_det.inference.folder import FILE
 from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
 from slab_det.machine import find_device
-from slab_det.measure.environment import describe_environment
 from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.images import SplitImages
@@ -32,8 +30,8 @@ from slab_det.optimization.variants import Variants
 from slab_det.runtime.errors import ComparisonError, ConfigError, DataError, SlabDetError, config_errors
 from slab_det.runtime.mute import mute_log
 from slab_det.runtime.numbers import check_threads
+from slab_det.runtime.record import describe_environment
 from slab_det.runtime.run_folder import check_writable, locked
-from slab_det.runtimes import EXPORT_RUNTIMES
 
 # Rounds after which forms are dropped, and rounds of each form that is left.
 FIRST_ROUNDS, ROUNDS = SURE_ROUNDS, 30
@@ -167,7 +165,7 @@ class _Search:
             config=hashlib.sha256(cfg.pretty_text.encode()).hexdigest(),
             checkpoint=_digest_weights(detector),
             images=images.digest(),
-            versions=self.environment['versions'] | _runtime_versions(),
+            versions=self.environment['versions'],
             device=self.environment['device'],
             threads=threads,
         )
@@ -353,11 +351,3 @@ def _digest_weights(detector: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _runtime_versions() -> dict[str, str]:
-    found = {}
-    for name in EXPORT_RUNTIMES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

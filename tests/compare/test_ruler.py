@@ -227,3 +227,4 @@ def test_no_loss_is_announced_from_few_detections():
     assert 'too few' in describe_loss(RetainedAP(0.999, np.inf), 80)
     # Nobody can lose more than there is.
     assert RetainedAP(0.1, 0.2).losses(0.4) == pytest.approx((0.36, 0.2, 0.4))
+    assert RetainedAP(0.9, np.inf).losses(0.4) == pytest.approx((0.04, -0.4, 0.4))
