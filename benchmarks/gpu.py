@@ -49,10 +49,8 @@ def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, R
     return {
         names[0]: own._replace(type=backbone),
         names[1]: own,
-        f'{name}, FFNs at a quarter': own._replace(ffn=0.75),
         f'{name}, absorbed, none kept': own._replace(kept=0),
         f'{name}, half of the multiply-adds': own._replace(eighths=HALF),
-        f'{name}, FFNs at a quarter, none kept': own._replace(kept=0, ffn=0.75),
         f'{name}-PRepBN': Row(f'mask_rcnn_prepbn_{config}', *names),
         **{f'{kind}-{name}': Row(f'mask_rcnn_{prefix}_{config}', *names) for kind, prefix in others.items()},
     }
@@ -207,7 +205,7 @@ def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measure
     model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).to(DEVICE).requires_grad_(False)
     images = torch.randn(num_images, 1, 3, *PADDED, device=DEVICE).unbind()
     # Warm-up: libraries initialize in their first call.
-    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device=DEVICE)], keep=0, progress=False)
+    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device=DEVICE)], 1, 'remove', progress=False)
 
     def seconds(run: Callable[[], object]) -> float:
         return round(time_call(run, DEVICE)[0] / 1e3 / num_images, 4)
@@ -215,7 +213,7 @@ def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measure
     forward = seconds(lambda: [model.extract_feat(image) for image in images])
     torch.cuda.reset_peak_memory_stats()
     idle = torch.cuda.memory_allocated()
-    absorb = seconds(lambda: slab_det.absorb(model, images, keep=0, progress=False))
+    absorb = seconds(lambda: slab_det.absorb(model, images, 1, 'remove', progress=False))
     above = (torch.cuda.max_memory_allocated() - idle) / 2**20
     values = dict(seconds_per_image=absorb, forward_seconds=forward, above_idle_mib=round(above))
     yield dict(name='Swin-T, LayerNorm'), values

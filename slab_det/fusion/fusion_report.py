@@ -48,8 +48,8 @@ class FusionReport(Record):
 
     Attributes:
         norms: One entry for each norm.
-        channels: Number of hidden channels left in each place that :func:`slab_det.absorb` pruned, by the name of the
-            place: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
+        channels: Number of hidden channels left in each unit that :func:`slab_det.absorb` pruned, by the name of the
+            unit: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
     """
 
     norms: list[NormFusion]
@@ -71,7 +71,7 @@ class FusionReport(Record):
             if not norm.into:
                 yield f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}'
         if self.channels:
-            yield f'hidden channels removed in {len(self.channels)} places'
+            yield f'hidden channels removed in {len(self.channels)} units'
 
     def _count(self) -> dict[str, int]:
         # 'absorbed' is left out at 0: only slab_det.absorb makes absorbed norms.

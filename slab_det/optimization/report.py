@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from slab_det.compare.agreement import LOSS_EVIDENCE, Detections
+from slab_det.compare.detections import Detections
+from slab_det.compare.ruler import FEW_DETECTIONS
 from slab_det.inference.folder import FILE, is_folder, read_folder
 from slab_det.measure.report_file import AP_KINDS, format_ap
-from slab_det.optimization.choice import FEW_DETECTIONS, QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
+from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.optimization.evidence import describe_evidence
 from slab_det.optimization.own_files import OwnFiles
 from slab_det.runtime.errors import DeploymentError
@@ -24,7 +25,7 @@ SHORT = (
 )
 # Detections below this score are not drawn, as in mmdet's demo.
 SCORE = 0.3
-README, FIGURE, GRID = 'README.md', 'agreement_ms.svg', 'objects.png'
+README, FIGURE, GRID = 'README.md', 'ap_ms.svg', 'objects.png'
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class OptimizationReport(Record):
         """The forms as a Markdown table, the fastest first."""
         entries, base_ms = self.content['forms'], self.entry('eager')['median_ms']
         kinds = [kind for kind in AP_KINDS if any(kind in (entry['ap'] or ()) for entry in entries)]
-        titles = ['form', 'ms', 'of the time of eager', 'agreement', 'expected loss of AP']
+        titles = ['form', 'ms', 'of the time of eager', 'AP retained', 'expected loss of AP']
         titles += [*(AP_KINDS[kind] for kind in kinds), 'memory', 'first image', 'on disk']
         rows = []
         for entry in entries:
@@ -114,7 +115,7 @@ class OptimizationReport(Record):
             low, high = entry['loss_range']
             loss = '–' if is_base else f'{entry["expected_loss"]:.2f} ({low:.2f} to {high:.2f})'
             row = [title, _digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
-            row += ['–' if is_base else f'{entry["agreement"]:.3f}', loss]
+            row += ['–' if is_base else f'{entry["retained_ap"]:.1%}', loss]
             row += [format_ap(entry['ap'], kind) for kind in kinds]
             memory = '–' if entry['memory_mb'] is None else f'{entry["memory_mb"]:.0f} MB'
             rows.append([*row, memory, f'{entry["first_s"]:.1f} s', f'{entry["disk_mb"]:.0f} MB'])
@@ -133,9 +134,10 @@ class OptimizationReport(Record):
             'median of the ratio to eager in the same round, in brackets its quartiles, over up to '
             f'{base["rounds"]} rounds; '
             "ms: the ratio times eager's median" + ('; * is as fast as the recommended form.' if ties else '.'),
-            f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
-            f'held-out images as the truth. Expected loss: in points, {_describe_ap(content["ap"], base)}; in brackets '
-            f'at two standard errors of the agreement. {LOSS_EVIDENCE} {describe_evidence(content["max_loss"])}',
+            f'AP retained: AP over that of the original detector ({base["detections"]} detections), with what that '
+            f'finds in {base["images"]} mirrored held-out images as the truth. Expected loss: in points, '
+            f'{_describe_ap(content["ap"], base)}; in brackets at two standard errors. '
+            f'{describe_evidence(content["max_loss"])}',
             *[SHORT] * is_short,
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
@@ -215,12 +217,12 @@ def draw_pictures(
     """
     # Matplotlib takes a second, which loading a folder does not need.
     from slab_det.measure.figure import save_figure
-    from slab_det.optimization.pictures import agreement_figure, objects_figure
+    from slab_det.optimization.pictures import loss_figure, objects_figure
 
     titles = dict(zip(('before', 'after'), (report.entry('eager'), report.recommended), strict=True))
     shown = {f'{which}: {entry["title"]}': found[entry['key']] for which, entry in titles.items()}
     objects = objects_figure(shown, images, report.content['classes'], SCORE)
-    figures = {FIGURE: agreement_figure(report.content), GRID: objects}
+    figures = {FIGURE: loss_figure(report.content), GRID: objects}
     for name, figure in figures.items():
         with TemporaryDirectory() as folder, files.write(name) as path:
             save_figure(figure, Path(folder, name))
@@ -238,7 +240,7 @@ def _read_key(folder: Path) -> dict | None:
 def _readme(report: OptimizationReport, has_pictures: bool) -> str:
     notes = '\n'.join(f'- {note}' for note in report.notes())
     pictures = f"""
-![Agreement with the original detector over milliseconds]({FIGURE})
+![AP retained over milliseconds]({FIGURE})
 
 ![Objects of score {SCORE:g} and more that both detectors find]({GRID})
 """

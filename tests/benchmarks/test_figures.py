@@ -1,32 +1,20 @@
-"""The pictures of docs/absorb.md and docs/latency.md are those of the stored results."""
+"""The picture of docs/latency.md is that of the stored results."""
 
 import re
 
 import pytest
 
 from benchmarks import runtimes
-from benchmarks.absorb import figure as absorbed
 from benchmarks.results import FOLDER, ROOT, Results
 
 
-def test_loss_of_a_seed_is_its_ap_minus_its_teachers(tmp_path):
-    rows = [dict(name='teacher', seed=seed, AP=ap) for seed, ap in ((0, 0.5), (1, 0.6))]
-    rows += [dict(name='fewest norms', seed=seed, AP=ap, kept=['norm'] * 4) for seed, ap in ((1, 0.57), (0, 0.51))]
-    assert absorbed.losses(rows, 'fewest norms') == [(4, pytest.approx(-3.0)), (4, pytest.approx(1.0))]
-    absorbed.draw(tmp_path / 'absorbed.svg')
-    picture = (tmp_path / 'absorbed.svg').read_text()
-    assert all(f'>{label}<' in picture for label in absorbed.CURVES.values())
-
-
-def test_pictures_of_the_pages_show_the_stored_results(tmp_path):
-    absorbed.draw(tmp_path / 'absorbed.svg')
+def test_the_picture_of_the_page_shows_the_stored_results(tmp_path):
     rows = Results(FOLDER / 'runtimes.json').select(size='800x1216', scope='detector')
     runtimes.draw(rows, tmp_path / 'latency.svg')
-    for name in ('absorbed.svg', 'latency.svg'):
-        drawn, shown = ((folder / name).read_text() for folder in (tmp_path, ROOT / 'docs'))
-        assert find_texts(drawn) == find_texts(shown), f'draw docs/{name} again'
-        # Points that versions of matplotlib may move a little.
-        assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)], name
+    drawn, shown = ((folder / 'latency.svg').read_text() for folder in (tmp_path, ROOT / 'docs'))
+    assert find_texts(drawn) == find_texts(shown), 'draw docs/latency.svg again'
+    # Points that versions of matplotlib may move a little.
+    assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)]
 
 
 def find_texts(picture):
