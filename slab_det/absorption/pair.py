@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
 from slab_det.absorption.images import Images
 from slab_det.absorption.regression import CrossMoments
+from slab_det.absorption.split import Split
 from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import ChannelUnit, find_channels
 from slab_det.fusion.fusion_report import NormFusion
@@ -110,9 +111,9 @@ class Pair:
         """Whether the student already differs from the teacher, so that a writer has something to correct."""
         return bool(self.report.pruned or self.report.norms)
 
-    def empty_moments(self) -> tuple[CrossMoments, CrossMoments]:
-        """Empty moments for the batches to fit, and for the held-out batches."""
-        return CrossMoments(self.int8), CrossMoments(self.int8)
+    def empty_moments(self) -> Split:
+        """Sums without a token."""
+        return Split(CrossMoments(self.int8), CrossMoments(self.int8))
 
     def _run_head(self, walk: Walk, batch: int, probes: Sequence[Probe], finish: str) -> list[list[Tensor]]:
         # A head of regions is called once, so its run ends at the probes.

@@ -108,12 +108,14 @@ class CrossMoments:
             other.yy = self.yy + self.count * y.square()
         return other
 
-    def add_to_target(self, weight: Tensor, bias: Tensor) -> None:
-        """Changes the target from y to ``y + weight x + bias``; weight (C_y, C_x), bias (C_y,)."""
-        weight = weight.double()
-        self.yy += 2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1)
-        self.xy += self.xx @ weight.T
-        self.mean_y += weight @ self.mean_x + bias.double()
+    def add_to_target(self, weight: Tensor, bias: Tensor) -> CrossMoments:
+        """Returns the sums for the target ``y + weight x + bias``; weight (C_y, C_x), bias (C_y,)."""
+        other, weight = copy(self), weight.double()
+        if self.count:
+            other.mean_y = self.mean_y + (weight @ self.mean_x + bias.double())
+            other.xy = self.xy + self.xx @ weight.T
+            other.yy = self.yy + (2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1))
+        return other
 
     def with_target(self, weight: Tensor) -> CrossMoments:
         """Returns the sums for the target ``weight x``, weight (C_y, C_x)."""
@@ -190,11 +192,6 @@ def join_channels(parts: Sequence[CrossMoments], channels: int) -> CrossMoments:
         column, output = column + k, output + n
     joint.xx, joint.xy = joint.xx.flatten(2).flatten(0, 1), joint.xy.flatten(0, 1)
     return joint
-
-
-def measured_part(moments: CrossMoments, held_out: CrossMoments) -> CrossMoments:
-    """The moments on which errors are measured: the held-out ones, or the fitted ones where nothing is held out."""
-    return held_out if held_out.count else moments
 
 
 class Affine(NamedTuple):
