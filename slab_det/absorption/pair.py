@@ -30,7 +30,6 @@ class Pair:
 
     Attributes:
         model: The student, which steps change.
-        lost_logits: :attr:`ChannelAbsorption.logits` of attentions whose values are not fitted yet.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Pair:
         self.teacher, self.student, self.images, self.fusions = teacher, student, images, fusions
         self.counts, self.int8, self.report = counts, int8, report
         self.model: nn.Module = student.model
-        self.lost_logits: dict[str, float] = {}
         self._block = self._finishes = ''
         # The walks and batches that have finished what the step finishes.
         self._finished: set[tuple[str, int]] = set()

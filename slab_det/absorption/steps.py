@@ -104,7 +104,7 @@ class RankStep(Step):
         weight, bias = output_parameters(pair.model.get_submodule(unit.writers[0]))
         padding = getattr(pair.model.get_submodule(unit.owner), 'padding_qkv', None)
         width = kept // unit.heads
-        pair.lost_logits[unit.name] = reduce_rank(queries.fitted, keys.fitted, weight, bias, unit.heads, width, padding)
+        reduce_rank(queries.fitted, keys.fitted, weight, bias, unit.heads, width, padding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +155,7 @@ class WriterStep(Step):
         # Of images of a pixel, the stream may have no variance.
         share = moments.measured.variance() / max(streams.measured.variance(), 1e-300)
         left = share * prune_and_refit(pair.model, unit, kept, [moments])
-        logits = pair.lost_logits.get(unit.name)
-        pair.report.channels.append(ChannelAbsorption(unit.name, unit.count, kept, left=left, logits=logits))
+        pair.report.channels.append(ChannelAbsorption(unit.name, unit.count, kept, left=left))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,6 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
     student = make_student(plan_channels(model, images, tmp_path), counts, tmp_path, progress=False)
     control = copy.deepcopy(model)
     assert student.absorption_report.counts == counts
-    assert all(unit.logits < 1e-9 for unit in student.absorption_report.pruned if unit.logits is not None)
     resize_channels(control, counts)
     image, regions = (
         pictures(1, (75, 101), seed=5)[0].double(),
