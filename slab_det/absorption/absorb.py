@@ -123,7 +123,7 @@ def absorb(
             compare(student)
         if survey is not None:
             report = student.absorption_report
-            report.multiply_adds = survey.total, survey.count(plan, student)
+            report.multiply_adds = survey.total, survey.count(student)
             reason = 'too few tokens or regions of the images reach it; give more images'
             report.channels += [ChannelAbsorption(name, reason=reason) for name in survey.unknown]
     _warn(student.absorption_report)

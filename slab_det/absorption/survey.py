@@ -20,7 +20,6 @@ from slab_det.absorption.maps import rank_maps, sensitivity
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.regression import CrossMoments, join_channels, lost_logits, rank_channels
 from slab_det.absorption.steps import HeadStep, MapStep, RankStep, WriterStep
-from slab_det.absorption.student import copy_teacher
 from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
 from slab_det.absorption.walk import Probe, register_probe
 from slab_det.fusion.channels import ChannelUnit, find_channels, input_weight, output_parameters
@@ -60,9 +59,9 @@ class Survey:
     """
 
     def __init__(self, plan: AbsorptionPlan) -> None:
-        model = copy_teacher(plan)
+        self.plan, model = plan, plan.copy_teacher()
         with LayerCosts() as costs:
-            self.total = self.count(plan, model)
+            self.total = self.count(model)
         reached = {step.unit for step in plan.steps}
         units = {name: unit for name, unit in find_channels(model).items() if name in reached and not unit.reason}
         observed = observe(plan, model, units)
@@ -121,10 +120,10 @@ class Survey:
             left -= saved
         return counts
 
-    def count(self, plan: AbsorptionPlan, student: nn.Module) -> int:
+    def count(self, student: nn.Module) -> int:
         """The multiply-adds of a student, counted as :attr:`total` is."""
-        image = plan.images.store.get(str(WHOLE))
-        return count_multiply_adds(lambda: plan.forward(student)(image, WHOLE))
+        image, run = self.plan.images.store.get(str(WHOLE)), self.plan.forward(student)
+        return count_multiply_adds(lambda: run(image, WHOLE))
 
     def least_share(self) -> float:
         """The share of the multiply-adds that is left with the fewest channels everywhere."""
