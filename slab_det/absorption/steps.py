@@ -36,7 +36,7 @@ class Step(ABC):
 
     Attributes:
         name: The norm, layer or attention to fit, or the unit whose channels go.
-        unit: Name of the unit whose channels the step may remove, or '' .
+        unit: Name of the unit whose channels the step may remove, or ''.
         finishes: Name of the module whose output no later step changes, so that it can be stored: the block, a branch
             of it such as an attention, or ''.
     """
