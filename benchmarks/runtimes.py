@@ -36,7 +36,7 @@ from slab_det.export import (
 from slab_det.fusion.channels import find_channels, resize_channels
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 from slab_det.measure.timer import PAUSE_SECONDS, time_in_turns
 from slab_det.measure.untrained import prepare_untrained
 from slab_det.runtime.memory import keep_freed_memory

@@ -45,7 +45,7 @@ from slab_det.checkpoints import build_detector
 from slab_det.preflight import set_data_root
 from slab_det.fusion.channels import ChannelUnit, find_channels, keep_channels
 from slab_det.measure.evaluate import evaluate
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 from slab_det.recalibration import recalibration_dataloader
 from slab_det.runtime.batches import one_pass, prepare_inputs
 from slab_det.runtime.copying import copy_module

@@ -139,7 +139,7 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
 
     def measured(student: nn.Module) -> dict:
         report = student.absorption_report
-        values = dict(**ap(student), agreement=report.agreement)
+        values = dict(**ap(student), retained=report.retained_ap)
         if len(report.kept) < len(report.norms):
             values |= dict(kept=[norm.norm for norm in report.kept])
         if report.multiply_adds:

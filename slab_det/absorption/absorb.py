@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -20,11 +21,14 @@ from slab_det.absorption.plan import make_plan
 from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
-from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect
+from slab_det.compare.detections import detect
+from slab_det.compare.ruler import retained_ap
 from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import AgreementError, ConversionError
+from slab_det.runtime.errors import ComparisonError, ConversionError
 from slab_det.runtime.modes import is_deployed, set_mode
 
+# Least share of the AP that the student of channels='auto' retains; with less, a warning is given.
+LEAST_RETAINED_AP = 0.99
 # Batches that students are fitted on in the search for a share. The student that is returned is fitted on all.
 SEARCH = 40
 
@@ -37,6 +41,7 @@ def absorb(
     int8: bool = False,
     work_dir: str | Path | None = None,
     progress: bool = True,
+    compare: bool = True,
 ) -> nn.Module:
     """Removes hidden channels and LayerNorms of a trained model that it does not need.
 
@@ -67,14 +72,16 @@ def absorb(
             channels. Channels go in FFNs, in the heads of softmax attention, and in the FPN, RPN, box heads and mask
             heads of a Faster, Mask or Cascade R-CNN or the FPN and towers of a RetinaNet, ATSS, FCOS or RTMDet: first
             where they are estimated to cost least for each multiply-add that they save. 'auto' takes the least share,
-            to 1/32, with which the :func:`~slab_det.compare.agreement.agreement` of teacher and a student that keeps
-            all norms reaches ``LEAST_AGREEMENT`` on the held-out images.
+            to 1/32, with which a student that keeps all norms retains ``LEAST_RETAINED_AP`` of the teacher's AP on the
+            held-out images (:func:`~slab_det.compare.ruler.retained_ap`).
         norms: 'keep' leaves all LayerNorms, 'remove' absorbs those that can be absorbed; or the names of those that
             stay while the others are absorbed.
         int8: The student will be quantized: every fit adds the penalty ``q |M - D|^2``, where q is the variance of the
             int8 rounding error of x, so that the weights do not amplify this error. It costs some AP in float32.
         work_dir: A folder for finished blocks; a later call with the same arguments and images resumes from it.
         progress: Show a progress bar.
+        compare: Estimate which share of the teacher's AP the student retains; it takes three predictions of each
+            held-out image. ``channels='auto'`` does so in any case.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
@@ -103,8 +110,8 @@ def absorb(
         set_mode(model, False)
         stored = read_images(model, images, Path(folder), heads=channels != 1)
         plan = make_plan(model, stored, channels != 1, norms, int8)
-        compare = _compare_to(model, stored)
-        if compare is None and channels == 'auto':
+        judge = _compare_to(model, stored) if compare or channels == 'auto' else None
+        if judge is None and channels == 'auto':
             raise ConversionError(
                 "channels='auto' compares detections: give a detector (not in float64), or a number: channels=0.5 for "
                 'half of the multiply-adds, channels=1 for all'
@@ -116,11 +123,11 @@ def absorb(
             if channels == 'auto':
                 keeping = plan if norms == 'keep' else make_plan(model, stored, True, 'keep', int8)
                 quick = partial(make_student, keeping.shorten(SEARCH), work_dir=work_dir, progress=False)
-                channels = find_least_share(survey, quick, compare, progress)
+                channels = find_least_share(survey, quick, judge, progress)
             counts = survey.choose(channels)
         student = make_student(plan, counts, work_dir, progress)
-        if compare is not None:
-            compare(student)
+        if judge is not None:
+            judge(student)
         if survey is not None:
             report = student.absorption_report
             report.multiply_adds = survey.total, survey.count(student)
@@ -145,21 +152,24 @@ def _check_norms(norms: object) -> str | Collection[str]:
 
 
 def _compare_to(teacher: nn.Module, images: Images) -> Callable[[nn.Module], None] | None:
-    """Returns a function that adds a student's agreement to its report; None if detections cannot be compared."""
+    """Returns a function that adds a student's retained AP to its report; None if detections cannot be compared."""
     # mmdet pastes masks only in float32.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
     try:
         reference = detect(teacher, images.held_out)
-    except AgreementError:
+    except ComparisonError:
         return None
+    truth = detect(teacher, images.held_out, mirrored=True)
 
     def compare(student: nn.Module) -> None:
         report = student.absorption_report
         report.held_out = images.count >= HELD_OUT
         report.num_images, report.num_detections = len(reference), sum(len(found.scores) for found in reference)
-        if report.num_detections:
-            report.agreement = agreement(reference, detect(student, images.held_out))
+        with suppress(ComparisonError):  # the teacher finds nothing, or nothing again
+            found = retained_ap(truth, reference, detect(student, images.held_out))
+            report.retained_ap = found.value
+            report.retained_ap_error = found.error if math.isfinite(found.error) else None
 
     return compare
 
@@ -167,32 +177,32 @@ def _compare_to(teacher: nn.Module, images: Images) -> Callable[[nn.Module], Non
 def find_least_share(
     survey: Survey, make: Callable[[Mapping[str, int]], nn.Module], compare: Callable[[nn.Module], None], progress: bool
 ) -> float:
-    """Returns the least share of multiply-adds with which a student agrees with the teacher, found by bisection.
+    """Returns the least share of multiply-adds with which a student retains the teacher's AP, found by bisection.
 
     Args:
         survey: Chooses the channels for a share.
         make: Makes a student that keeps all norms and these numbers of channels.
-        compare: Adds a student's agreement to its report.
-        progress: Print the agreement of each student.
+        compare: Adds a student's retained AP to its report.
+        progress: Print the retained AP of each student.
 
     Raises:
-        ConversionError: If the teacher finds nothing.
+        ConversionError: If the teacher finds nothing that it finds again in mirrored images.
     """
-    # Shares of 1 / 32. Invariant: no channel has to go for ``high``, and a student with ``high`` agrees.
+    # Shares of 1 / 32. Invariant: no channel has to go for ``high``, and a student with ``high`` retains enough.
     low, high = math.ceil(32 * survey.least_share()) - 1, 32
     while high - low > 1:
         middle = (low + high) // 2
         student = make(survey.choose(middle / 32))
         compare(student)
-        found = student.absorption_report.agreement
+        found = student.absorption_report.retained_ap
         if found is None:
             raise ConversionError(
-                "channels='auto': the teacher finds nothing in the held-out images, so agreement is undefined; give "
-                'images of its objects, or channels=0.5'
+                "channels='auto': the teacher finds nothing in the held-out images that it finds again in the "
+                'mirrored images, so nothing shows what a student loses; give images of its objects, or channels=0.5'
             )
         if progress:
-            print(f'{middle / 32:.2f} of the multiply-adds left: agreement {found:.3f}')
-        low, high = (low, middle) if found >= LEAST_AGREEMENT else (middle, high)
+            print(f'{middle / 32:.2f} of the multiply-adds left: {found:.1%} of the AP retained')
+        low, high = (low, middle) if found >= LEAST_RETAINED_AP else (middle, high)
     return high / 32
 
 
@@ -202,19 +212,19 @@ def _warn(report: AbsorptionReport) -> None:
         warn(f'no hidden channel was removed: {report.channels[0].reason}')
     elif report.multiply_adds and not report.pruned:
         warn(
-            f'no hidden channel was removed: no student with fewer reaches an agreement of {LEAST_AGREEMENT:g}; give a '
+            f'no hidden channel was removed: no student with fewer retains {LEAST_RETAINED_AP:.0%} of the AP; give a '
             'number, such as channels=0.9'
         )
-    if report.num_images and report.agreement is None:
+    if report.num_images and report.retained_ap is None:
         warn(
-            f'the teacher finds nothing in {report.num_images} images: {len(report.kept)} LayerNorms are '
+            f'{report.describe_nothing()}: {len(report.kept)} LayerNorms are '
             'kept, and the loss of AP is unknown; give images of its objects'
         )
-    elif report.agreement is not None and report.agreement < LEAST_AGREEMENT:
+    elif report.retained_ap is not None and report.retained_ap < LEAST_RETAINED_AP:
         remedies = ['remove fewer hidden channels'] if report.pruned else []
         remedies += ['keep more norms (norms=)'] if len(report.kept) < len(report.norms) else []
         remedies.append('train towards the teacher (slab_det.conversion.write_tune_config)')
         warn(
-            f'agreement with the teacher is {report.agreement:.3f}, below {LEAST_AGREEMENT:g}, with '
+            f'{report.retained_ap:.1%} of the AP are retained, less than {LEAST_RETAINED_AP:.0%}, with '
             f'{len(report.kept)} LayerNorms kept; {report.describe_loss()}; {" or ".join(remedies)}'
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
-from slab_det.compare.agreement import describe_loss
+from slab_det.compare.ruler import RetainedAP, describe_loss
+from slab_det.runtime.record import Record
 
 # The reason given for norms that could be absorbed.
 KEPT_BY_CHOICE = 'kept by choice'
@@ -50,7 +52,7 @@ class ChannelAbsorption:
 
 
 @dataclass
-class AbsorptionReport:
+class AbsorptionReport(Record):
     """Report of :func:`slab_det.absorb`.
 
     Attributes:
@@ -62,8 +64,10 @@ class AbsorptionReport:
         channels: The units of hidden channels, in the order of their calls, where channels were to be removed.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.
-        agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
-            detections cannot be compared.
+        retained_ap: Share of the teacher's AP that the student retains, estimated on held-out images without labels
+            (:func:`slab_det.compare.ruler.retained_ap`); None where the teacher finds nothing (again), or detections
+            cannot be compared.
+        retained_ap_error: Standard error of this share; None where a single image was compared.
         held_out: Whether these images were held out; with fewer than five batches they are those that were fitted.
         num_images: Number of images compared; 0 where detections cannot be compared.
         num_detections: Number of the teacher's detections in these images.
@@ -73,7 +77,8 @@ class AbsorptionReport:
     refits: dict[str, float] = field(default_factory=dict)
     channels: list[ChannelAbsorption] = field(default_factory=list)
     multiply_adds: tuple[int, int] | None = None
-    agreement: float | None = None
+    retained_ap: float | None = None
+    retained_ap_error: float | None = None
     held_out: bool = True
     num_images: int = 0
     num_detections: int = 0
@@ -94,33 +99,37 @@ class AbsorptionReport:
         return {unit.unit: unit.kept for unit in self.pruned}
 
     def describe_loss(self) -> str:
-        """Says what the agreement tells about the loss of AP."""
-        return describe_loss(self.agreement, self.num_detections, self.held_out)
+        """Says what the share tells about the loss of AP."""
+        if not self.held_out:
+            return 'the loss of AP is unknown, because nothing was held out: give at least 5 batches of images'
+        error = math.inf if self.retained_ap_error is None else self.retained_ap_error
+        return describe_loss(RetainedAP(self.retained_ap, error), self.num_detections)
+
+    def describe_nothing(self) -> str:
+        """Says why the share is unknown where detections can be compared."""
+        again = ' that it finds again when they are mirrored' if self.num_detections else ''
+        return f'the teacher finds nothing in {self._images}{again}'
 
     @property
     def _images(self) -> str:
         return f'{self.num_images} {"held-out" if self.held_out else "fitted"} images'
 
-    def to_dict(self) -> dict:
-        """The attributes as values that JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of ``to_dict``."""
         kinds = dict(norms=NormAbsorption, channels=ChannelAbsorption)
         return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         absorbed = [norm for norm in self.norms if norm.outcome == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
-        if self.agreement is not None:
+        if self.retained_ap is not None:
             lines[0] += (
-                f'; agreement with the teacher on {self.num_detections} detections in {self._images}: '
-                f'{self.agreement:.3f}; {self.describe_loss()}'
+                f'; AP retained, by {self.num_detections} detections in {self._images}: {self.retained_ap:.1%}; '
+                f'{self.describe_loss()}'
             )
         elif self.num_images:
-            lines[0] += f'; agreement is undefined: the teacher finds nothing in {self._images}'
+            lines[0] += f'; the AP retained is unknown: {self.describe_nothing()}'
         chosen = [norm for norm in self.kept if norm.reason == KEPT_BY_CHOICE]
         lines += [f'  {len(chosen)} {KEPT_BY_CHOICE}'] if chosen else []
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept if norm not in chosen]
@@ -143,4 +152,4 @@ class AbsorptionReport:
             counts = f'{after / scale:.1f} of {before / scale:.1f} {unit}'
             lines.append(f'multiply-adds: {counts} left, {after / before:.0%}')
         lines += [f'  {unit.unit}: left alone, {unit.reason}' for unit in self.channels if unit.reason]
-        return '\n'.join(lines)
+        return lines

@@ -108,7 +108,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     if not held_out:
         held_out.extend(first)
         MMLogger.get_current_instance().warning(
-            f'{count} batches: none is held out, so agreement and errors are measured on images that were fitted; '
+            f'{count} batches: none is held out, so losses and errors are measured on images that were fitted; '
             f'give at least {HELD_OUT} batches: a smaller batch size or more images'
         )
     return Images(store, count, held_out, digest, regions)

@@ -1,4 +1,4 @@
-"""Draws agreement over milliseconds, and the objects that the original detector and the recommended form find."""
+"""Draws the retained AP over milliseconds, and the objects that the original detector and the recommended form find."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import PercentFormatter
 from pycocotools import mask as coco_mask
 
-from slab_det.compare.agreement import Detections, agreement, least_agreement
+from slab_det.compare.detections import Detections
+from slab_det.compare.ruler import retained_ap
 from slab_det.measure.figure import COLOURS, INK, WIDTH, styled
-from slab_det.runtime.errors import AgreementError
+from slab_det.runtime.errors import ComparisonError
 
 NUM_DRAWN = 5
 # Classes beyond these have the colour of an earlier one.
@@ -33,8 +35,10 @@ LABEL = 60
 
 
 @styled
-def agreement_figure(content: Mapping) -> Figure:
-    """Draws the agreement of each form over its time, numbered from the fastest; lines are quartiles.
+def loss_figure(content: Mapping) -> Figure:
+    """Draws the share of the AP that each form retains over its time, numbered from the fastest.
+
+    Horizontal lines are the quartiles of the time, vertical ones two standard errors of the share.
 
     Args:
         content: What optimize.json holds.
@@ -43,25 +47,30 @@ def agreement_figure(content: Mapping) -> Figure:
     base = next(entry for entry in entries if entry['key'] == 'eager')
     figure = Figure(figsize=(WIDTH, max(2.8, 0.17 * len(entries) + 0.6)))
     axes, legend = figure.subplots(1, 2, width_ratios=(1.2, 1))
-    least = least_agreement(content['max_loss'] / 100, content['ap'])
-    # Forms that find much less stand at the lower edge: they would hide how the others differ.
-    low = 1 - 2 * max(1 - least, 0.02)
+    least = 1 - content['max_loss'] / 100 / content['ap']
+    # Forms that lose much more stand at the lower edge: they would hide how the others differ.
+    low = 1 - 3 * max(1 - least, 0.02)
     times = [[ratio * base['median_ms'] for ratio in (*entry['quartiles'], entry['ratio'])] for entry in entries]
-    high = 1 + 0.15 * (1 - low)
+    ranges = [[1 - loss / 100 / content['ap'] for loss in entry['loss_range'][::-1]] for entry in entries]
+    high = max(1 - 0.15 * (low - 1), *(1.01 * end for _, end in ranges))
     right = 1.06 * max(map(max, times))
-    axes.set(xlabel='ms for an image', ylabel='agreement with the original detector', xlim=(0, right), ylim=(low, high))
-    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 1])
+    axes.set(xlabel='ms for an image', ylabel='AP retained', xlim=(0, right), ylim=(low, high))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     places, handles = [], []
-    for number, (entry, (start, end, time)) in enumerate(zip(entries, times, strict=True), 1):
-        colour, y = RUNTIME_COLOURS.get(entry['runtime'], INK), max(entry['agreement'], low + 0.02 * (high - low))
+    for number, (entry, (start, end, time), errors) in enumerate(zip(entries, times, ranges, strict=True), 1):
+        colour, y = RUNTIME_COLOURS.get(entry['runtime'], INK), max(entry['retained_ap'], low + 0.02 * (high - low))
+        is_below = entry['retained_ap'] < y
         look = dict(color=colour, mfc='white' if entry['dropped_for'] else colour, ms=5)
-        look['marker'] = 'v' if entry['agreement'] < y else MARKERS.get(entry['precision'], 'P')
+        look['marker'] = 'v' if is_below else MARKERS.get(entry['precision'], 'P')
         axes.plot([start, end], [y, y], color=colour, lw=1)
+        if not is_below:
+            axes.plot([time, time], errors, color=colour, lw=1)
         axes.plot(time, y, ls='', zorder=3, **look)
         if is_best := entry['key'] == content['recommended']:
             axes.plot(time, y, 'o', ms=12, mfc='none', color=INK, zorder=4)
         places.append((time, y))
         what = ': recommended' if is_best else ': as fast' if entry['tie'] else ': dropped' * bool(entry['dropped_for'])
+        what += f', {entry["retained_ap"]:.0%} retained' * is_below
         label = fill(f'{number}  {entry["title"]}{what}', LABEL, subsequent_indent='    ', break_on_hyphens=False)
         handles.append(Line2D([], [], ls='', label=label, **look))
     _number(axes, places)
@@ -101,12 +110,13 @@ def _offsets() -> Iterator[tuple[float, float]]:
 
 
 def find_least_agreeing(reference: Mapping[int, Detections], other: Mapping[int, Detections], count: int) -> list[int]:
-    """The images, of those in which one of two detectors finds something, on which they agree least."""
+    """The images, of those in which the first detector finds something, on which the other finds it least."""
     values = {}
     for image in sorted(reference.keys() & other.keys()):
         try:
-            values[image] = agreement([reference[image]], [other[image]])
-        except AgreementError:  # nothing is found
+            found = [reference[image]]
+            values[image] = retained_ap(found, found, [other[image]]).value
+        except ComparisonError:  # nothing is found
             continue
     return sorted(values, key=values.get)[:count]
 

@@ -78,6 +78,8 @@ class Variants:
                 self.images,
                 **absorb_options(form),
                 work_dir=self.folder / f'{form.model}_blocks',
+                # The forms are compared on images of their own.
+                compare=False,
                 progress=self.progress,
             )
         finally:

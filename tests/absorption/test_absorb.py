@@ -18,7 +18,7 @@ from slab_det.absorption import walk
 from slab_det.absorption.absorb import absorb
 from slab_det.absorption.images import is_held_out, read_images
 from slab_det.checkpoints import build_detector
-from slab_det.compare.agreement import detect
+from slab_det.compare.detections import detect
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
 
@@ -125,7 +125,7 @@ def test_named_norms_stay(teacher, form):
     assert {norm.norm: norm.reason for norm in student.absorption_report.kept} == dict.fromkeys(stay, 'kept by choice')
 
 
-def test_agreement_on_held_out_images_is_reported_and_low_agreement_is_a_warning(teacher, monkeypatch):
+def test_the_retained_ap_on_held_out_images_is_reported_and_little_is_a_warning(teacher, monkeypatch):
     model, images, warnings = teacher(), pictures(5), []
     monkeypatch.setattr(MMLogger, 'warning', lambda logger, text: warnings.append(text))
     with torch.no_grad():
@@ -133,25 +133,25 @@ def test_agreement_on_held_out_images_is_reported_and_low_agreement_is_a_warning
         model.roi_head.mask_head.conv_logits.bias += 10
     (found,) = detect(model, images[4:])
     student = absorb(model, images, **NORMS_GONE)
-    compared = f'agreement with the teacher on {len(found.scores)} detections in 1 held-out images: '
+    compared = f'AP retained, by {len(found.scores)} detections in 1 held-out images: '
     assert len(found.scores) > 0 and compared in str(student.absorption_report)
-    assert 0 <= student.absorption_report.agreement <= 1
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 1.1)
+    assert 0 <= student.absorption_report.retained_ap
+    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_RETAINED_AP', 1.1)
     absorb(model, images, **NORMS_GONE)
     assert f'{len(found.scores)} detections are too few' in warnings[-1]
     assert 'keep more norms (norms=) or train towards the teacher' in warnings[-1]
 
 
-def test_if_the_teacher_finds_nothing_agreement_is_undefined(teacher, monkeypatch):
+def test_if_the_teacher_finds_nothing_the_loss_is_unknown(teacher, monkeypatch):
     model, warnings = teacher(), []
     monkeypatch.setattr(MMLogger, 'warning', lambda logger, text: warnings.append(text))
     with torch.no_grad():
         # Every box is classified as background.
         model.roi_head.bbox_head.fc_cls.bias[-1] += 100
     report = absorb(model, pictures(5), **NORMS_GONE).absorption_report
-    assert report.agreement is None
-    assert 'is undefined: the teacher finds nothing in 1 held-out images' in str(report) and 'AP' not in str(report)
-    assert 'finds nothing in 1 images: 0 LayerNorms are kept' in warnings[-1]
+    assert report.retained_ap is None
+    assert 'retained is unknown: the teacher finds nothing in 1 held-out images' in str(report)
+    assert 'finds nothing in 1 held-out images: 0 LayerNorms are kept' in warnings[-1]
     with pytest.raises(ConversionError, match='give images of its objects, or channels=0.5'):
         absorb(model, pictures(5), progress=False)
 

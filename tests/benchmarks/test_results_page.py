@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks.absorb import loss
+from benchmarks.absorb import ruler
 from benchmarks.absorb.grid import table as grid_table
 from benchmarks.absorb.size import table as size_table
 from benchmarks.absorb.table import absorption_table, students_table
@@ -20,7 +20,6 @@ from benchmarks.quickstart import table as quickstart_table
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import channels_table, processors_table, ratios_table
 from benchmarks.runtimes import table as runtimes_table
-from slab_det.compare.agreement import LOSS, LOSS_EVIDENCE
 
 PAGE = ROOT / 'benchmarks' / 'README.md'
 
@@ -52,15 +51,9 @@ def table(page: str, header: str) -> list[list[str]]:
     return [[cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines]
 
 
-def test_the_loss_that_an_agreement_means_is_fitted_to_the_stored_results():
-    found = loss.find_students()
-    assert loss.fit([*found.values()]) == pytest.approx(LOSS, abs=0.05)
-    assert loss.table(found) in PAGE.read_text()
-    total = loss.table(found).splitlines()[-1]
-    count, share = re.search(r'\| (\d+) \|.* (\d+)% lost at most 1.0 more', total).groups()
-    assert LOSS_EVIDENCE == f'Of {count} students, {share} % lost at most 1 AP more than expected.'
-    assert f'{share} % of {count} students lost' in ' '.join((ROOT / 'docs/absorb.md').read_text().split())
-    assert loss.heads_table(loss.find_students(with_heads=True)) in PAGE.read_text()
+def test_the_tables_of_the_ruler_are_those_of_the_stored_results():
+    rows = load('ruler').rows
+    assert ruler.summary_table(rows) in PAGE.read_text() and ruler.students_table(rows) in PAGE.read_text()
 
 
 @pytest.mark.parametrize(('page', 'title'), [(PAGE, 'box AP'), (ROOT / 'docs/absorb.md', 'BCCD, box AP')])

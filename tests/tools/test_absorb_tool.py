@@ -12,9 +12,11 @@ from conftest import CONFIGS, layer_norms, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
+from slab_det.absorption.absorb import LEAST_RETAINED_AP
 from slab_det.absorption.images import Batches
 from slab_det.checkpoints import build_detector
-from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect
+from slab_det.compare.detections import detect
+from slab_det.compare.ruler import retained_ap
 from slab_det.data import SyntheticShapes, generate
 from slab_det.recalibration import image_folder_dataloader
 
@@ -31,7 +33,8 @@ def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
     cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
     cfg.model = small_detector_cfg('faster_rcnn', **BACKBONE)
     cfg.model.roi_head.bbox_head.num_classes = 4
-    cfg.model.test_cfg.rcnn.max_per_img = 20
+    # Enough for some to be found again in the mirrored image.
+    cfg.model.test_cfg.rcnn.max_per_img = 100
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         for step in loader.dataset.pipeline:
             if step.type == 'Resize':
@@ -62,11 +65,11 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert not Path('fused.pth').exists()
     name_classes(detector, SyntheticShapes.METAINFO['classes'])
     result = call(*command)
-    rows = re.findall(r'^\| ([^|]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$', result.out, re.MULTILINE)
+    rows = re.findall(r'^\| ([^|]+) \| (\d+) \| ([\d.]+)% \| ([\d.]+) \|$', result.out, re.MULTILINE)
     assert [row[:2] for row in rows] == [('teacher', str(NORMS)), ('student', '2')], result.out
-    assert float(rows[0][2]) == 1
+    assert float(rows[0][2]) == 100
     assert f'{NORMS - 2} LayerNorms absorbed, 2 kept' in result.out
-    assert 'agreement with the teacher' in result.out and 'fused.pth' in result.out
+    assert 'AP retained, by' in result.out and 'fused.pth' in result.out
     tune = Config.fromfile(re.search(r'slab-det train (\S+)', result.out)[1])
     assert tune.model.type == 'mmdet.DistilledDetector' and Path(tune.load_from) == Path('fused.pth').resolve()
 
@@ -82,8 +85,9 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
     held_out = Batches([*loader][4::5])
     held_out.dataset = loader.dataset
-    value = agreement(*(detect(model, held_out) for model in (teacher, student)))
-    assert [row['agreement'] for row in report['rows'].values()] == [1.0, pytest.approx(value, abs=1e-3)]
+    parts = detect(teacher, held_out, mirrored=True), *(detect(model, held_out) for model in (teacher, student))
+    value = retained_ap(*parts).value
+    assert [row['retained_ap'] for row in report['rows'].values()] == [1.0, pytest.approx(value, abs=1e-3)]
     assert all(row['ap'].keys() == {'bbox'} for row in report['rows'].values())
 
 
@@ -151,12 +155,12 @@ def test_by_default_channels_go_while_student_and_teacher_agree(detector: Path, 
     # The checkpoint has weights alone, so the class names come from the config.
     torch.save(torch.load(detector)['state_dict'], detector)
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'pruned.pth', *QUICK)
-    tried = re.findall(r'^(0.\d+) of the multiply-adds left: agreement ([\d.]+)$', result.out, re.MULTILINE)
+    tried = re.findall(r'^(0.\d+) of the multiply-adds left: ([\d.]+)% of the AP retained$', result.out, re.MULTILINE)
     assert tried and f'0 LayerNorms absorbed, {NORMS} kept' in result.out
-    left = [float(share) for share, value in tried if float(value) >= LEAST_AGREEMENT]
+    left = [float(share) for share, value in tried if float(value) >= 100 * LEAST_RETAINED_AP]
     if left:
         # Whole groups of channels go, so that less than the share may be left.
-        found = re.search(r'agreement .* images: ([\d.]+); (?s:.*)million left, (\d+)%', result.out)
+        found = re.search(r'AP retained, .* images: ([\d.]+)%; (?s:.*)million left, (\d+)%', result.out)
         value, share = found.groups()
         assert int(share) / 100 <= min(left) and float(value) == float(dict(tried)[f'{min(left):.2f}']), result.out
     else:
