@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import slab_det
 from slab_det.absorption import split
 from slab_det.absorption.images import read_images
+from slab_det.absorption.moments import Affine, CrossMoments
 from slab_det.absorption.pair import Pair
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
-from slab_det.absorption.regression import Affine, CrossMoments
 from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
 

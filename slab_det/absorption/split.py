@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slab_det.absorption.images import is_held_out
-from slab_det.absorption.regression import Affine, CrossMoments, choose_fit
+from slab_det.absorption.moments import Affine, CrossMoments
+from slab_det.absorption.regression import choose_fit
 from slab_det.runtime.errors import ConversionError
 
 
@@ -22,7 +23,7 @@ class Split:
     def __init__(self, fitted: CrossMoments, held_out: CrossMoments) -> None:
         self.fitted, self.held_out = fitted, held_out
 
-    def add(self, batch: int, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+    def add(self, batch: int, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> None:
         """Adds the tokens of a batch; see :meth:`CrossMoments.add`."""
         (self.held_out if is_held_out(batch) else self.fitted).add(x, y, weight)
 

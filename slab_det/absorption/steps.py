@@ -10,10 +10,11 @@ from torch import nn
 
 from slab_det.absorption.absorption_report import ChannelAbsorption, NormAbsorption
 from slab_det.absorption.images import is_held_out
+from slab_det.absorption.low_rank import reduce_rank
 from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.pair import Pair
 from slab_det.absorption.refit import prune_and_refit, refit
-from slab_det.absorption.regression import diagonal_fit, reduce_rank
+from slab_det.absorption.regression import diagonal_fit
 from slab_det.absorption.tokens import (
     apply_to_columns,
     input_tokens,
@@ -97,8 +98,7 @@ class RankStep(Step):
         queries, keys = pair.empty_moments(), pair.empty_moments()
         for batch in (batch for batch in pair.batches() if not is_held_out(batch)):
             for moments, part in zip((queries, keys), pair.run_student(batch, self.source, self.target), strict=True):
-                (part,) = sample_tokens(part)
-                moments.add(batch, part, part[..., :1])
+                moments.add(batch, *sample_tokens(part))
         for moments in (queries, keys):
             moments.check_finite(self.name)
         weight, bias = output_parameters(pair.model.get_submodule(unit.writers[0]))
@@ -173,8 +173,7 @@ class MapStep(Step):
             maps = pair.student.run(batch, unit.name, [Probe(writer, 'output') for writer in unit.writers])
             for level, x in enumerate(maps):
                 weight = output_tokens(pair.images.regions[batch].weights[level])
-                tokens = output_tokens(x)
-                moments.add(batch, tokens, tokens[..., :1], weight)
+                moments.add(batch, output_tokens(x), weight=weight)
             del maps
         moments.check_finite(unit.name)
         stay, left = combine_channels(pair.model, unit, kept, moments)

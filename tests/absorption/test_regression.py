@@ -3,16 +3,10 @@
 import pytest
 import torch
 
-from slab_det.absorption.regression import (
-    RIDGES,
-    CrossMoments,
-    choose_fit,
-    diagonal_fit,
-    lost_logits,
-    rank_channels,
-    reduce_rank,
-    ridge_fits,
-)
+from slab_det.absorption.elimination import rank_channels
+from slab_det.absorption.low_rank import lost_logits, reduce_rank
+from slab_det.absorption.moments import CrossMoments
+from slab_det.absorption.regression import RIDGES, choose_fit, diagonal_fit, ridge_fits
 
 
 def tokens(count=600, noise=0.0, seed=0):
