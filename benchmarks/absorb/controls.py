@@ -11,7 +11,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 import slab_det
-from slab_det.absorption import split
+from slab_det.absorption import regression
 from slab_det.absorption.images import read_images
 from slab_det.absorption.moments import Affine, CrossMoments
 from slab_det.absorption.pair import Pair
@@ -48,7 +48,7 @@ def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
         return Affine(prior, moments.mean_y - prior @ moments.mean_x)
 
     with (
-        mock.patch.object(split, 'choose_fit', keep_prior),
+        mock.patch.object(regression, 'choose_fit', keep_prior),
         mock.patch.object(Pair, 'differs', lambda self: False),
     ):
         return slab_det.absorb(teacher, images, 1, 'remove', progress=False)

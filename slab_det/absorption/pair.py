@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
 from slab_det.absorption.images import Images
 from slab_det.absorption.moments import CrossMoments
-from slab_det.absorption.split import Split
+from slab_det.absorption.regression import Split
 from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import ChannelUnit, find_channels
 from slab_det.fusion.fusion_report import NormFusion

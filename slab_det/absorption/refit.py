@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slab_det.absorption.elimination import join_channels, rank_channels
 from slab_det.absorption.moments import Affine, CrossMoments
-from slab_det.absorption.split import Split
+from slab_det.absorption.regression import Split
 from slab_det.fusion.channels import ChannelUnit, columns_of, input_weight, keep_channels, set_input_weight
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slab_det.absorption.absorption_report import ChannelAbsorption, NormAbsorption
+from slab_det.absorption.elimination import reduce_rank
 from slab_det.absorption.images import is_held_out
-from slab_det.absorption.low_rank import reduce_rank
 from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.pair import Pair
 from slab_det.absorption.refit import prune_and_refit, refit

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slab_det.absorption.elimination import join_channels, rank_channels
+from slab_det.absorption.elimination import join_channels, lost_logits, rank_channels
 from slab_det.absorption.images import WHOLE, is_held_out
-from slab_det.absorption.low_rank import lost_logits
 from slab_det.absorption.maps import rank_maps, sensitivity
 from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.plan import AbsorptionPlan

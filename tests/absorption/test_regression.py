@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from slab_det.absorption.elimination import rank_channels
-from slab_det.absorption.low_rank import lost_logits, reduce_rank
+from slab_det.absorption.elimination import lost_logits, rank_channels, reduce_rank
 from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.regression import RIDGES, choose_fit, diagonal_fit, ridge_fits
 
