@@ -95,7 +95,10 @@ class Pair:
         return self.images.regions[batch].position_weights(self._block, level)
 
     def find_pruned(self, name: str) -> tuple[ChannelUnit, int] | None:
-        """The unit with this name and the number of channels to leave in it; None if it loses none."""
+        """The unit with this name and the number of channels to leave in it; None if it loses none.
+
+        Adds to the report why it cannot lose any.
+        """
         unit = find_channels(self.model)[name]
         kept = self.counts.get(name, unit.count)
         if not unit.reason and kept < unit.count:
