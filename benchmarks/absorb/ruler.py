@@ -144,7 +144,7 @@ def summary_table(rows: Sequence[dict]) -> str:
         within = np.mean([abs(row['retained'] - row['kept']) <= 2 * row['error'] for row in group])
         lines.append([*line, f'{within:.0%}'])
     titles = ['teacher', 'students', 'its AP', 'images', 'ruler: rms error', 'from, to']
-    titles += ['same images as truth: rms error', 'from, to', 'within two standard errors of the ruler']
+    titles += ['same images as truth: rms error', 'from, to', 'ruler within 2 standard errors']
     return format_table(titles, lines)
 
 
@@ -181,7 +181,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             errors = [2 * row['error'] for row in shown] if name == 'retained' else None
             axes.errorbar(x, y, errors, ls='', marker=marker, ms=4, color=colour, lw=0.7, label=teacher)
     panels[0].set_ylabel('estimated share, without labels')
-    panels[0].legend(loc='upper left', title='teacher; lines: two standard errors')
+    panels[1].legend(loc='lower right', title='teacher; lines: two standard errors')
     save_figure(figure, path)
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 # Expected and lost AP of each student of benchmarks/results/ruler.json, in points, in the order of the file.
 # tests/optimization/test_evidence.py compares them.
 # fmt: off
-STUDENTS: tuple[tuple[float, float], ...] = ()
+STUDENTS: tuple[tuple[float, float], ...] = (
+    (-0.1, 0.0), (4.8, 1.8), (-0.0, 0.0), (0.0, 0.1), (-0.1, 0.1), (-0.1, 0.1), (-0.1, 0.2), (1.0, 1.6),
+    (0.3, -0.2), (1.4, 0.2), (0.1, 0.4), (0.8, 1.2), (1.0, 0.8), (4.7, 4.7), (-0.1, 0.0), (0.1, 0.0),
+    (0.7, 1.1), (1.5, 2.8),
+)
 # fmt: on
 
 
