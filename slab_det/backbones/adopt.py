@@ -87,13 +87,13 @@ def _take_layers(theirs: nn.Module, make: Callable[[], Module], **layers: nn.Mod
     with torch.device('meta'):
         own = make()
     own.training = theirs.training
-    for parts in (own._modules, own._parameters, own._buffers):
-        for name, part in parts.items():
-            if type(part) is nn.Identity:
-                # In place of a norm that mmdet's module does not have.
-                part.training = theirs.training
-            elif part is not None:
-                parts[name] = layers[name] if name in layers else getattr(theirs, name)
+    tensors = (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False))
+    for name, part in (*own.named_children(), *tensors):
+        if type(part) is nn.Identity:
+            # In place of a norm that mmdet's module does not have.
+            part.training = theirs.training
+        else:
+            setattr(own, name, layers[name] if name in layers else getattr(theirs, name))
     return own
 
 
