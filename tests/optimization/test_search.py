@@ -424,7 +424,7 @@ def test_a_later_call_decides_again(
 def test_a_detector_that_finds_nothing_is_refused(files: Path, tmp_path: Path) -> None:
     cfg = Config.fromfile(files / 'small.py')
     cfg.model.test_cfg.rcnn.score_thr = 1.0
-    with pytest.raises(DataError, match='the detector finds nothing in 3 images, .*: give images of its objects'):
+    with pytest.raises(DataError, match='the detector finds nothing in 3 images .*: give images of its objects'):
         slab_det.optimize(cfg, files / 'small.pth', files / 'data/images/train', tmp_path / 'out', progress=False)
 
 
