@@ -29,7 +29,7 @@ def test_configs_of_earlier_versions_are_built():
         model = MODELS.build(dict(cfg, **options))
         assert find_channels(model)[name].count == 8 and model.fusion_report.channels == {name: 8}
     for wrong in ({name: 1000}, {'backbone.stages.2.blocks.0.norm1': 8}, {'nowhere': 8}):
-        with pytest.raises(FusionError, match=f'{[*wrong][0]}: the config leaves .* channels of another model'):
+        with pytest.raises(FusionError, match=f'{[*wrong][0]}: .* another model'):
             MODELS.build(dict(cfg, channels=wrong))
 
 
