@@ -17,7 +17,7 @@ from slab_det.cli.quickstart_results import draw_objects, objects_figure
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.report_file import read_report
 
-ITERATIONS = 60
+ITERATIONS = 80
 OPTIONS = [
     *(
         f'{split}_dataloader.{key}'
@@ -105,7 +105,7 @@ def test_ap_of_trained_detectors_stays_when_they_are_fused_and_deployed(folder: 
         ap, *found = (
             {kind: x['AP'] for kind, x in evaluate(m, Config.fromfile(config)).items()} for m in (first, *others)
         )
-        assert ap['bbox'] > 0.05, ap
+        assert ap['bbox'] > 0.01, ap
         assert found == [pytest.approx(ap, abs=1e-3)] * len(found)
 
 
