@@ -13,7 +13,7 @@ import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 import resource
 import runpy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ import mmengine.dataset.base_dataset
 import mmengine.runner.runner
 import pytest
 import torch
+from coco_files import write_split
 from mmdet.models.backbones.swin import WindowMSA
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -59,6 +60,16 @@ SMALL_PVT = dict(
     out_indices=(0, 1),
     pretrain_img_size=64,
 )
+FOUR_STAGE_PVT = dict(
+    type='SLABPVT',
+    embed_dims=8,
+    num_layers=(2, 1, 1, 1),
+    num_heads=(1, 2, 3, 4),
+    mlp_ratios=(3, 2, 2, 2),
+    sr_ratios=(4, 2, 2, 1),
+    pretrain_img_size=64,
+    norm_cfg=dict(type='PRepBN', ln_eps=1e-6),
+)
 PVT_V2 = dict(
     patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
 )
@@ -75,6 +86,8 @@ mmengine.config.utils.load = cache(mmengine.config.utils.load)
 
 # A run formats its config five times, and once more for each checkpoint: a third of the time of a test that trains.
 yapf_api.FormatCode = lambda text, **_: (text, True)
+# The same in a process that a test starts with this PYTHONPATH.
+PYTHONPATH = os.pathsep.join((str(CONFIGS.parent), str(Path(__file__).parent / 'unformatted')))
 
 # A run also asks compilers for their versions.
 mmengine.runner.runner.collect_env = cache(mmengine.runner.runner.collect_env)
@@ -189,6 +202,31 @@ def _deterministic():
     init_default_scope('mmdet')
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with a training and a validation set of :mod:`coco_files`."""
+    for split in ('train', 'val'):
+        write_split(tmp_path, split)
+    return tmp_path
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the logger says: mmengine's pass nothing on to the root logger."""
+    logger = MMLogger.get_current_instance()
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the logger warns of."""
+    found: list[str] = []
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', found.append)
+    return found
+
+
 def build_detector_cfg(detector: str = 'mask_rcnn', **backbone) -> Config:
     """The config of a small Mask or Faster R-CNN for arguments of its backbone."""
     backbone = {**SMALL_SWIN, **backbone}
@@ -278,24 +316,29 @@ class StopAfter(Hook):
             raise KeyboardInterrupt
 
 
+def run_tool(patch: pytest.MonkeyPatch, tool: str, *arguments: object) -> object:
+    """Runs a tool as ``python tools/<tool> …`` would, without paying for a new interpreter; returns its exit code."""
+    patch.setattr(sys, 'argv', [tool, *map(str, arguments)])
+    # A new process has none yet; the logger and visualizer of the last call write to its closed stream and folder.
+    for kind in (MMLogger, Visualizer, *Visualizer.__subclasses__()):
+        patch.setattr(kind, '_instance_dict', {})
+    try:
+        runpy.run_path(str(CONFIGS.parent / 'tools' / tool), run_name='__main__')
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable:
-    """Runs a tool as ``python tools/<tool> …`` would, in an empty folder, without paying for a new interpreter.
+    """A function: :func:`run_tool` in an empty folder.
 
-    It must leave with the exit code ``code``. The result has what it printed, ``out`` and ``err``.
+    The tool must leave with the exit code ``code``. The result has what it printed, ``out`` and ``err``.
     """
     monkeypatch.chdir(tmp_path)
 
     def run(tool: str, *arguments: object, code: int = 0):
-        monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
-        # A new process has none yet; the logger and visualizer of the last call write to its closed stream and folder.
-        for kind in (MMLogger, Visualizer, *Visualizer.__subclasses__()):
-            monkeypatch.setattr(kind, '_instance_dict', {})
-        found: object = 0
-        try:
-            runpy.run_path(str(CONFIGS.parent / 'tools' / tool), run_name='__main__')
-        except SystemExit as stop:
-            found = stop.code or 0
+        found = run_tool(monkeypatch, tool, *arguments)
         printed = capsys.readouterr()
         assert found == code, f'{tool} {arguments}: {found}\n{printed.out[-3000:]}\n{printed.err[-3000:]}'
         return printed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
 
@@ -13,6 +15,7 @@ from conftest import CONFIGS
 from mmdet.registry import MODELS
 
 from slab_det.attention import WINDOW_ATTENTIONS
+from slab_det.export import check_parity, export_onnx, load_runtime, random_images
 
 DOCS = CONFIGS.parent / 'docs'
 PACKAGE = CONFIGS.parent / 'slab_det'
@@ -76,11 +79,27 @@ def test_changing_norms_needs_no_inference(package: str) -> None:
     assert not {'inference', 'export'} & find_imports(package)
 
 
-@pytest.mark.parametrize('title', EXAMPLES)
-def test_example_runs(title: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function: runs the example of a title."""
     monkeypatch.chdir(DOCS.parent)
     # The classes of an example are registered for the example alone; what is imported on demand, for all tests.
     MODELS.import_from_location()
     monkeypatch.setattr(MODELS, '_module_dict', dict(MODELS.module_dict))
     monkeypatch.setitem(WINDOW_ATTENTIONS, 'cosine', None)
-    exec(compile(EXAMPLES[title], title, 'exec'), {'__name__': 'example'})
+    return lambda title: exec(compile(EXAMPLES[title], title, 'exec'), {'__name__': 'example'})
+
+
+@pytest.mark.parametrize('title', EXAMPLES)
+def test_example_runs(title: str, run_example: Callable[[str], None]) -> None:
+    run_example(title)
+
+
+def test_the_attention_of_the_example_is_exported(run_example, small_detector, tmp_path: Path) -> None:
+    run_example('Add an attention')
+    detector = small_detector(attention='cosine')
+    export_onnx(detector, tmp_path / 'model.onnx', 'backbone')
+    checks = check_parity(
+        detector, load_runtime(tmp_path / 'model.onnx', threads=1), random_images([(64, 96), (131, 75)])
+    )
+    assert [check.what for check in checks] == ['64x96', '131x75']

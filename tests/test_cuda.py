@@ -12,7 +12,6 @@ from conftest import SLA, SMALL_PVT, SMALL_PVT_V2, SMALL_SWIN, as_trained, pictu
 from graph_cases import build as build_spread
 from graph_cases import eager, graphed, is_answered_by_graph, noise, unmatched
 from mmdet.registry import MODELS
-from mmengine.logging import MMLogger
 
 import slab_det
 from slab_det.export import check_parity, export_onnx, load_runtime, random_images
@@ -160,14 +159,13 @@ def test_threads_capture_graphs_of_two_models():
         assert are_captured(model.predict._graphs) and len(one) == len(graphed(model, data)[0])
 
 
-def test_a_capture_that_waits_for_the_gpu_warns_once(caplog):
-    MMLogger.get_current_instance().addHandler(caplog.handler)
+def test_a_capture_that_waits_for_the_gpu_warns_once(logged):
     model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
     features = GraphCache(lambda image: (image.sum()[None] * image.sum().item(),))
     image, stream = torch.ones(1, 3, 8, 8).cuda(), torch.cuda.current_stream()
     assert features(image) is None and features(image) is None
     assert torch.cuda.current_stream() == stream
-    assert caplog.text.count('cannot capture a CUDA graph of inputs of 1x3x8x8') == 1
+    assert logged.text.count('cannot capture a CUDA graph of inputs of 1x3x8x8') == 1
     # The GPU still works after the failed capture.
     (found,), (expected,) = graphed(model, data), eager(model, data)
     assert len(found) == len(expected)

@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from conftest import PRETENDED, pretend_machine
-from mmengine.logging import MMLogger
 from torch import nn
 
 from slab_det import machine
@@ -58,12 +57,11 @@ def test_a_form_without_a_row_says_so() -> None:
         ('avx2', None, ''),
     ],
 )
-def test_a_precision_that_is_slow_here_is_told(kind, dtype, message, monkeypatch, caplog) -> None:
+def test_a_precision_that_is_slow_here_is_told(kind, dtype, message, monkeypatch, logged) -> None:
     pretend_machine(kind, monkeypatch)
-    MMLogger.get_current_instance().addHandler(caplog.handler)
     monkeypatch.setattr(kernels, '_warn', kernels._warn.__wrapped__)
     warn_of_precision(nn.Linear(2, 2), dtype)
-    assert re.search(message, caplog.text) if message else not caplog.text
+    assert re.search(message, logged.text) if message else not logged.text
 
 
 def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from mmengine.config import Config
 from slab_det.cli import COMMANDS
 
 ROOT = CONFIGS.parent
+UNFORMATTED = Path(__file__).parent / 'unformatted'
 PIP = ('-m', 'pip', '-q', '--disable-pip-version-check')
 # What mmengine makes of slab_det's names; the config has the scope of slab_det, and everything of it is mmdet's.
 CHECK = """
@@ -73,7 +74,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_description_leads_nowhere_that_is_only_in_the_repository(site: Path) -> None:
     (metadata,) = site.glob('slab_det-*.dist-info/METADATA')
     text = metadata.read_text()
-    assert 'Milliseconds for an image' in text and '](docs/' not in text and '![' not in text
+    readme = (ROOT / 'README.md').read_text()
+    assert text.count('\n## ') == readme.count('\n## ') and '](docs/' not in text and '![' not in text
     assert '](https://arxiv.org' in text and 'Project-URL: Paper' in text
     assert {'opencv-python', 'pillow', 'safetensors'} <= set(
         re.findall(r'^Requires-Dist: ([\w-]+)', text, re.MULTILINE)
@@ -92,7 +94,7 @@ def test_every_config_is_in_the_wheel_and_means_what_it_means_in_the_repository(
 
 def test_mmengine_finds_configs_and_models_by_their_names(site: Path, tmp_path: Path) -> None:
     (tmp_path / 'mine.py').write_text(MINE)
-    done = run('-c', CHECK, folder=tmp_path, PYTHONPATH=str(site), SLAB_DET_CACHE=str(tmp_path / 'cache'))
+    done = run('-c', CHECK, folder=tmp_path, PYTHONPATH=f'{site}:{UNFORMATTED}', SLAB_DET_CACHE=str(tmp_path / 'cache'))
     assert done.stdout.splitlines()[-1] == str(site / 'slab_det/__init__.py')
     assert 'WARN' not in done.stdout + done.stderr, done.stdout + done.stderr
 

@@ -8,15 +8,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from mmengine.config import Config
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import nn
 
-from benchmarks.hard import make_data, train
+from benchmarks.hard import make_data
 from benchmarks.hard.bfloat16 import PartsInBFloat16
-from benchmarks.norms import run as norm_runs
-from benchmarks.results import Results
 
 CLASSES = ('disc', 'ring', 'square')
 
@@ -102,30 +99,3 @@ def test_parts_train_in_bfloat16_and_evaluate_in_float32() -> None:
     wrapper.backward(output.sum())
     assert all(weight.grad.dtype == torch.float32 for weight in model.parameters())
     assert 'forward' not in vars(model.backbone), 'as before the training step'
-
-
-def test_a_hard_teacher_is_trained_once(inputs, tmp_path, monkeypatch, call) -> None:
-    data = generate(inputs, tmp_path / 'data', monkeypatch)
-    commands = []
-
-    def call_here(command: list[str]) -> None:
-        commands.append(Path(command[2]).parent.parent.name)
-        # Outside of tests each has a process of its own: here, two runs of one second would share their logged values.
-        options = '--cfg-options', 'train_dataloader.batch_size=2', f'experiment_name={commands[-1]}'
-        call('train.py', *command[2:], *options)
-
-    def main() -> list[dict]:
-        options = ['--width=6', '--iterations=2', '--classifier-iterations=2', '--seeds', '0']
-        monkeypatch.setattr(sys, 'argv', ['train', f'--data-root={data}', f'--work-dir={tmp_path / "runs"}', *options])
-        train.main()
-        return Results(tmp_path / 'results/hard_teachers.json').rows
-
-    monkeypatch.setattr(norm_runs, 'call', call_here)
-    monkeypatch.setattr(train, 'FOLDER', tmp_path / 'results')
-    monkeypatch.setenv('PYTHONPATH', '')
-    (row,) = main()
-    assert commands == ['classifier', 'detector']
-    assert row['width'] == 6 and {'bbox', 'segm'} == row['all_ap'].keys()
-    assert main() == [row] and len(commands) == 2, 'what is done is skipped'
-    detector = Config.fromfile(tmp_path / 'runs/ln-6-2/seed0/detector/merged/config.py')
-    assert detector.model.roi_head.mask_head.num_classes == len(CLASSES)

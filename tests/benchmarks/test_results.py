@@ -36,7 +36,7 @@ def test_a_row_is_replaced_in_its_place(tmp_path, monkeypatch):
 def test_rows_of_different_settings_are_not_mixed(tmp_path):
     Results(tmp_path / 'a.json', size=(800, 1216)).add(dict(name='a'), dict(ms=1))
     Results(tmp_path / 'a.json', size=(800, 1216))
-    with pytest.raises(ValueError, match=r'a.json has size \[800, 1216\], not \[480, 640\]'):
+    with pytest.raises(ValueError, match=r'size \[800, 1216\], not \[480, 640\]'):
         Results(tmp_path / 'a.json', size=(480, 640))
 
 

@@ -66,7 +66,7 @@ def test_official_backbone_is_converted_in_place():
     heads = {key: value for key, value in model.state_dict().items() if not key.startswith('backbone.')}
     checkpoint = dict(state_dict={f'backbone.{key}': value for key, value in state.items()} | heads)
     checkpoint['state_dict']['bbox_head.weight'] = head
-    with pytest.raises(CheckpointError, match='the layout slab_official .* must be converted.*CheckedLoadHook'):
+    with pytest.raises(CheckpointError, match='slab_official .*CheckedLoadHook'):
         model.load_state_dict(checkpoint['state_dict'])
     load(model, checkpoint, complete=True)
     norm = model.backbone.stages[0].blocks[0].norm1
@@ -84,11 +84,11 @@ def test_nothing_matched_is_an_error():
 def test_a_detector_of_nan_or_behind_a_prefix_is_refused(complete):
     checkpoint = checkpoint_of(Detector())
     checkpoint['state_dict']['neck.weight'][0] = float('nan')
-    with pytest.raises(CheckpointError, match=r'the checkpoint: 1 weights are NaN or infinite \(neck\.weight\)'):
+    with pytest.raises(CheckpointError, match=r'1 weights are NaN or infinite \(neck\.weight\)'):
         load(Detector(), checkpoint, complete=complete)
     # What is not loaded may be anything.
     load(Detector(), checkpoint, reinitialize=['neck'])
-    with pytest.raises(CheckpointError, match=r"prefix 'model\.' is taken off: .* key\.removeprefix\('model\.'\)"):
+    with pytest.raises(CheckpointError, match=r"key\.removeprefix\('model\.'\)"):
         load(Detector(), checkpoint_of(Detector(), 'model.'), complete=complete)
 
 
@@ -159,9 +159,9 @@ def resize(key):
     ('config', 'weights', 'change', 'words'),
     [
         ('fused', 'unfused', lambda state: state, 'is not fused as the model is'),
-        ('unfused', 'fused', lambda state: state, 'is fused: it has no norms, the model still has them'),
-        ('fused', 'fused', lose('neck.fpn_convs.'), 'weights of the model are missing: neck.fpn_convs.0.conv.weight'),
-        ('fused', 'fused', lose('backbone.stages.3.'), 'weights of the model are missing: backbone.stages.3'),
+        ('unfused', 'fused', lambda state: state, 'is fused: it has no norms'),
+        ('fused', 'fused', lose('neck.fpn_convs.'), 'missing: neck.fpn_convs.0.conv.weight'),
+        ('fused', 'fused', lose('backbone.stages.3.'), 'missing: backbone.stages.3'),
         ('fused', 'fused', resize('backbone.stages.0.blocks.0.attn.w_msa.qkv.bias'), r'qkv.bias \(11,\)'),
     ],
 )

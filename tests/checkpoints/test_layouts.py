@@ -12,10 +12,7 @@ import timm
 import torch
 from conftest import PVT_V2, differing, randomize, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
-from official_cswin import DEPTHS as CSWIN_DEPTHS
-from official_cswin import HEADS as CSWIN_HEADS
-from official_cswin import SLAB_WIDTHS, WIDTHS, cswin_features, cswin_state
-from official_pvt import DEPTHS, DIMS, HEADS, official_features, official_state, slab_deit_map, slab_norm, slab_state
+from official import assert_official, official_state
 from torch import Tensor, nn
 
 from slab_det.backbones import SLABPVT, SLABCSwin, SLABSwin, SLABViT
@@ -220,39 +217,28 @@ def test_pvt_v2_features_equal_timm():
     assert relative_difference(ours(image), timm_features(theirs, image)) < 1e-10
 
 
+DEPTHS = (1, 2, 1, 1)
+
+
 def small_pvt(kind: str = 'ours', version: int = 1, size: int | tuple = 64, **options) -> nn.Module:
-    """A PVT of ours or mmdet's with the sizes of :func:`official_shapes`."""
-    options |= dict(embed_dims=8, num_layers=DEPTHS, num_heads=HEADS, pretrain_img_size=size)
+    """A PVT of ours or mmdet's with the sizes of the stored ones."""
+    options |= dict(embed_dims=8, num_layers=DEPTHS, num_heads=(1, 2, 2, 4), pretrain_img_size=size)
     if kind == 'ours':
         return SLABPVT(**options, **(PVT_V2 if version == 2 else {})).double().eval()
     return (PyramidVisionTransformer if version == 1 else PyramidVisionTransformerV2)(**options).double().eval()
 
 
 @pytest.mark.parametrize('kind', ['ours', 'mmdet'])
-@pytest.mark.parametrize('version', [1, 2])
-def test_features_equal_the_official_forward(kind, version):
-    state = official_state(version)
+@pytest.mark.parametrize(('name', 'version'), [('pvt', 1), ('pvt_v2', 2)])
+def test_pvt_computes_the_official_features(kind, name, version):
     model = with_official_eps(small_pvt(kind, version))
-    report = load_pretrained(model, state)
+    report = load_pretrained(model, official_state(name))
     assert report.complete and report.format == 'official_pvt', str(report)
     assert set(report.matched) | set(report.missing) == set(model.state_dict()), str(report)
     blocks = 2 * sum(DEPTHS)
     assert f'linear to 1x1 convolution ({blocks})' in str(report) and f'q and kv packed ({blocks})' in str(report)
     assert ("class token's position dropped (1)" in str(report)) == (version == 1)
-    for size in ((64, 64), (75, 109)):
-        image = torch.randn(2, 3, *size, dtype=torch.float64)
-        assert relative_difference(model(image), official_features(state, image)) < 1e-10, size
-
-
-@pytest.mark.parametrize('remaining', [0, 10, None])
-def test_slab_pvt_equals_the_official_forward(remaining):
-    state = slab_state(remaining)
-    model = small_pvt(norm_cfg=PVT_PREPBN, attention='sla')
-    report = load_pretrained(model, {'model': state})
-    assert report.complete and report.format == 'slab_official', str(report)
-    assert f'{(remaining or 0) / 40:g} in {4 + 2 * sum(DEPTHS)} norms' in str(report)
-    image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    assert relative_difference(model(image), official_features(state, image, slab_norm)) < 1e-10
+    assert_official(model, name)
 
 
 def timm_vit(**options) -> nn.Module:
@@ -285,55 +271,63 @@ def test_vit_features_equal_timm():
         assert relative_difference(ours(image), expected) < 1e-10
 
 
-@pytest.mark.parametrize('remaining', [0, None])
-def test_slab_deit_equals_the_official_forward(remaining):
-    original = timm_vit(class_token=False, global_pool='avg').state_dict()
-    for block in ('blocks.0', 'blocks.1'):
-        original[f'{block}.attn.positional_encoding'] = torch.randn(1, 16, 16, dtype=torch.float64)
-        original[f'{block}.attn.dwc.weight'] = torch.randn(8, 1, 5, 5, dtype=torch.float64) / 5
-        original[f'{block}.attn.dwc.bias'] = torch.randn(8, dtype=torch.float64)
-    state = slab_state(remaining, original | {'cls_token': torch.ones(1, 1, 16)})
-    model = SLABViT(**SMALL_VIT, norm_cfg=PVT_PREPBN, attention='sla').double().eval()
-    report = load_pretrained(model, {'model': state})
-    assert report.complete and report.format == 'slab_official', str(report)
-    assert report.unused['cls_token'] == 'class token'
-    image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    assert relative_difference(model(image), [slab_deit_map(state, image, heads=2)]) < 1e-10
-
-
-@pytest.mark.parametrize('slab', [False, True])
-def test_cswin_equals_the_official_forward(slab):
-    state = cswin_state(slab)
-    options = dict(stripe_widths=WIDTHS)
-    if slab:
-        attention = ('sla', 'sla', 'softmax', 'softmax')
-        options = dict(stripe_widths=SLAB_WIDTHS, attention=attention, norm_cfg=PREPBN, out_norm_cfg=None)
-    model = SLABCSwin(64, 8, CSWIN_DEPTHS, CSWIN_HEADS, **options).double().eval()
-    report = load_pretrained(model, {'model': state})
-    assert report.complete and report.format == ('slab_official' if slab else 'microsoft_cswin'), str(report)
-    assert set(report.matched) == set(model.state_dict()), str(report)
+SLA = dict(norm_cfg=PVT_PREPBN, attention='sla')
+SLAB_MODELS = {
+    'slab_pvt': (lambda: small_pvt(**SLA), 0),
+    'slab_pvt, gamma 0.25': (lambda: small_pvt(**SLA), 0.25),
+    'slab_pvt, RepBN': (lambda: small_pvt(**SLA), 0),
+    'slab_deit': (lambda: SLABViT(**SMALL_VIT, **SLA), 0),
+    'slab_deit, RepBN': (lambda: SLABViT(**SMALL_VIT, **SLA), 0),
     # P is interpolated at sizes that the released code does not take.
-    for size in ((64, 64),) if slab else ((64, 64), (75, 109), (33, 130)):
-        image = torch.randn(2, 3, *size, dtype=torch.float64)
-        assert relative_difference(model(image), cswin_features(state, image)) < 1e-10, size
+    'slab_cswin': (
+        lambda: small_cswin((None, None, 3, None), attention=SLAB['attention'], norm_cfg=PREPBN, out_norm_cfg=None),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize('name', SLAB_MODELS)
+def test_models_of_slab_compute_the_official_features(name):
+    build, gamma = SLAB_MODELS[name]
+    model = build().double().eval()
+    report = load_pretrained(model, {'model': official_state(name)})
+    assert report.complete and report.format == 'slab_official', str(report)
+    assert {*report.gammas.values()} == {gamma}, str(report)
+    assert set(report.matched) | set(report.missing) == set(model.state_dict()), str(report)
+    if 'deit' in name:
+        assert report.unused['cls_token'] == 'class token'
+    assert_official(model, name)
+
+
+def small_cswin(widths: tuple, **options) -> nn.Module:
+    return SLABCSwin(64, 8, DEPTHS, (2, 2, 4, 4), stripe_widths=widths, **options)
+
+
+def test_cswin_computes_the_official_features():
+    model = small_cswin((1, 3, 3, None)).double().eval()
+    report = load_pretrained(model, {'model': official_state('cswin')})
+    assert report.complete and report.format == 'microsoft_cswin', str(report)
+    assert set(report.matched) == set(model.state_dict()), str(report)
+    assert_official(model, 'cswin')
 
 
 @pytest.mark.parametrize('has_row', [False, True])
 @pytest.mark.parametrize('size', [(64, 160), (96, 96), (160, 32)])
 def test_only_a_class_tokens_position_is_dropped_from_maps_of_any_shape(size, has_row):
     """Official detectors keep the class token's position without the token."""
-    state = {key: value for key, value in official_state().items() if key != 'cls_token'}
+    state = {key: value for key, value in official_state('pvt').items() if key != 'cls_token'}
     for stage in range(4):
         # A map of 2x5 has one position more than one of 3x3.
         length = math.prod(side // 2 ** (stage + 2) for side in size) + (has_row and stage == 3)
-        state[f'pos_embed{stage + 1}'] = torch.randn(1, length, DIMS[stage], dtype=torch.float64)
+        key = f'pos_embed{stage + 1}'
+        state[key] = torch.randn(1, length, state[key].shape[-1], dtype=torch.float64)
     model = small_pvt(size=size)
     assert load_pretrained(model, state).complete
     assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, int(has_row) :])
 
 
 def test_position_tables_of_another_image_size_are_interpolated_as_in_the_forward():
-    state = official_state()
+    state = official_state('pvt')
     same, other = small_pvt(), small_pvt(size=(96, 160))
     load_pretrained(same, state)
     report = load_pretrained(other, state)

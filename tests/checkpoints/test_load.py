@@ -68,7 +68,7 @@ def test_a_prefix_chooses_among_several_backbones(tmp_path, prefix, way):
 
 
 def test_a_prefix_that_nothing_has_is_an_error():
-    with pytest.raises(CheckpointError, match="no weights under the prefix 'ema.backbone.', but norm0.bias"):
+    with pytest.raises(CheckpointError, match="'ema.backbone.', but norm0.bias"):
         load_pretrained(SLABSwin(**SMALL), random_state(SLABSwin(**SMALL)), prefix='ema.backbone.')
 
 
@@ -77,7 +77,7 @@ def test_weights_behind_a_prefix_are_refused_with_the_prefix_to_give(prefix):
     target = SLABSwin(**SMALL)
     state = random_state(target)
     wrapped = {prefix + key: value for key, value in state.items()} | {'decoder.weight': torch.ones(2)}
-    with pytest.raises(CheckpointError, match=rf'prefix {prefix!r} is taken off: load them with prefix={prefix!r}'):
+    with pytest.raises(CheckpointError, match=rf'load them with prefix={prefix!r}'):
         load_pretrained(target, wrapped)
     load_pretrained(target, wrapped, prefix=prefix)
     assert not differing(target, state)
@@ -85,7 +85,7 @@ def test_weights_behind_a_prefix_are_refused_with_the_prefix_to_give(prefix):
 
 def test_several_sets_of_weights_are_refused_by_name():
     state = random_state(SLABSwin(**SMALL))
-    with pytest.raises(CheckpointError, match='but epoch, student, teacher; save one of them alone, student, teacher'):
+    with pytest.raises(CheckpointError, match='save one of them alone, student, teacher'):
         load_pretrained(SLABSwin(**SMALL), dict(epoch=1, student=state, teacher=state))
 
 
@@ -97,7 +97,7 @@ def test_weights_that_are_not_finite_are_refused_and_statistics_reported():
     report = load_pretrained(target, state)
     assert not report.complete and 'not finite' in str(report) and 'norm1.running_var: recalibrate' in str(report)
     state[key][1] = float('nan')
-    with pytest.raises(CheckpointError, match=r'state dict: 1 weights are NaN or infinite \(.*norm1\.weight\): take'):
+    with pytest.raises(CheckpointError, match=r'1 weights are NaN or infinite \(.*norm1\.weight\): take'):
         load_pretrained(target, state)
 
 

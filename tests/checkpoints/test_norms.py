@@ -114,9 +114,7 @@ def test_norms_that_cannot_be_converted_are_refused_with_a_remedy(source, target
 )
 def test_norms_that_lack_a_statistic_are_refused(source, target, lost):
     state = {key: value for key, value in copy_state(trained(source)).items() if not key.endswith(lost)}
-    with pytest.raises(
-        CheckpointError, match=r'norm: the checkpoint holds .*: neither a complete .* nor a complete LayerNorm'
-    ):
+    with pytest.raises(CheckpointError, match='neither a complete .* nor a complete LayerNorm'):
         load_pretrained(build(target), state)
 
 

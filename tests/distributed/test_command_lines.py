@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import PYTHONPATH
 from mmengine.config import Config
 from ranks import in_processes
 from torch import distributed
@@ -46,7 +47,7 @@ def folder(tmp_path_factory):
     """A folder, with a space in its name, in which dist_train.sh has trained."""
     folder = tmp_path_factory.mktemp('two processes')
     (folder / 'config.py').write_text(CONFIG)
-    variables = dict(PYTHON=sys.executable, PYTHONPATH=str(REPO), SLAB_DET_CACHE=str(folder / 'cache'))
+    variables = dict(PYTHON=sys.executable, PYTHONPATH=PYTHONPATH, SLAB_DET_CACHE=str(folder / 'cache'))
     command = [str(REPO / 'tools/dist_train.sh'), str(folder / 'config.py'), '2', '--auto-scale-lr']
     environment = {**os.environ, **variables, 'CUDA_VISIBLE_DEVICES': ''}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)

@@ -113,7 +113,7 @@ def test_a_file_with_masks_of_the_whole_image_is_served(exported):
     masks = found.pred_instances.masks
     assert masks.shape == expected.masks.shape == (len(expected), 90, 120) and 0.1 < masks.float().mean() < 0.9
     assert (masks != expected.masks).float().mean() < 1e-3
-    with pytest.raises(ExportError, match="masks='rle' encodes masks of boxes, and .* outputs masks of the whole"):
+    with pytest.raises(ExportError, match="masks='rle' encodes masks of boxes"):
         ExportedDetector(str(file), masks='rle', threads=1)
 
 
@@ -126,7 +126,7 @@ def test_file_of_a_neck_that_doubles_maps_takes_multiples_of_32(tmp_path):
     runtime = load_runtime(path, threads=1)
     (check,) = check_parity(detector, runtime, random_images([(70, 99)]))
     assert check.conclusive and check.what.startswith('64x96')
-    with pytest.raises(ExportError, match='sides are multiples of 32, as its detector does, not 64x99: set pad_size_d'):
+    with pytest.raises(ExportError, match='multiples of 32, .* not 64x99: set pad_size_d'):
         runtime.run(np.zeros((1, 3, 64, 99), np.float32))
 
 
@@ -150,7 +150,7 @@ def test_file_follows_the_settings_that_it_can(exported):
     own['test_cfg'] = ConfigDict(cfg, score_thr=0.3, max_per_img=7)
     assert follow_config('model.onnx', metadata, own) == (0.3, 7, None)
     own['test_cfg'] = ConfigDict(cfg, nms_pre=60)
-    with pytest.raises(ExportError, match=rf'with test_cfg.nms_pre={cfg.nms_pre}, and this config 60: the file would'):
+    with pytest.raises(ExportError, match=rf'test_cfg.nms_pre={cfg.nms_pre}, and this config 60'):
         follow_config('model.onnx', metadata, own)
 
 

@@ -5,7 +5,6 @@ from conftest import raw_outputs, relative_difference
 
 from slab_det.norms import ChannelAffine, OfflineNorm
 
-NORMS = ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm']
 # Maps of 19 x 26, 10 x 13, 5 x 7 and 3 x 4 tokens: padded to windows of 7 in height and width, odd in both.
 SIZE = (75, 102)
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import PVT_V2, SLA, as_trained, differing, random_sizes
-from fusion_checks import NORMS, SIZE, assert_fused_equals, left_affine, outputs
+from conftest import FOUR_STAGE_PVT, PVT_V2, as_trained, differing, random_sizes
+from fusion_checks import SIZE, assert_fused_equals, left_affine, outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
@@ -16,45 +16,22 @@ from slab_det.runtime.errors import CheckpointError
 
 SWIN = dict(type='SLABSwin')
 STOCK_SWIN = dict(type='SwinTransformer', depths=(2, 2, 4, 2), window_size=7)
-HEADS = (1, 2, 3, 4)
-PVT = dict(
-    type='SLABPVT',
-    embed_dims=8,
-    num_layers=(2, 1, 2, 1),
-    num_heads=HEADS,
-    mlp_ratios=(3, 2, 2, 2),
-    sr_ratios=(4, 2, 2, 1),
-    pretrain_img_size=64,
-    norm_cfg=dict(type='PRepBN', ln_eps=1e-6),
-)
-STOCK_PVT = dict(PVT, type='PyramidVisionTransformer')
-STOCK_PVT_V2 = dict(PVT, type='PyramidVisionTransformerV2')
-V2 = dict(PVT, **PVT_V2)
-MIXED = dict(PVT, attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 2, 1, 1))
+STOCK_PVT = dict(FOUR_STAGE_PVT, type='PyramidVisionTransformer')
+STOCK_PVT_V2 = dict(FOUR_STAGE_PVT, type='PyramidVisionTransformerV2')
+MIXED = dict(FOUR_STAGE_PVT, attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 2, 1, 1))
 PADDED = 'an affine map folds only into a convolution with groups=1 and padding=0'
 
+# tests/test_fuzz.py draws the other options of SLABSwin, SLABPVT and mmdet's PVTs, with every norm.
 MODELS_WITH_OPTIONS = {
-    'softmax': SWIN,
-    'sla': dict(SWIN, **SLA),
-    'focused': dict(SWIN, **{**SLA, 'attention': 'focused'}),
-    'no qkv_bias': dict(SWIN, qkv_bias=False, norm_cfg=dict(type='TokenBN')),
-    'no patch_norm': dict(SWIN, patch_norm=False, norm_cfg=dict(type='RepBN')),
-    'post_act': dict(SWIN, ffn_norm='post_act'),
-    'stock, qk_scale': dict(STOCK_SWIN, qk_scale=0.3),
-    'stock, no qkv_bias': dict(STOCK_SWIN, qkv_bias=False),
-    'stock, odd strides': dict(STOCK_SWIN, window_size=4, strides=(4, 2, 3, 2)),
-    'stock, out_indices': dict(STOCK_SWIN, out_indices=(1, 3)),
+    'Swin': SWIN,
+    'stock Swin, qk_scale': dict(STOCK_SWIN, qk_scale=0.3, norm_cfg=dict(type='TokenBN')),
+    'stock Swin, no qkv_bias': dict(STOCK_SWIN, qkv_bias=False, norm_cfg=dict(type='UN')),
+    'stock Swin, odd strides': dict(STOCK_SWIN, window_size=4, strides=(4, 2, 3, 2)),
+    'stock Swin, out_indices': dict(STOCK_SWIN, out_indices=(1, 3)),
     'PVT, mixed': MIXED,
-    'PVT, norm_after_stage': dict(PVT, norm_after_stage=True, attention=('sla', 'softmax', 'softmax', 'focused')),
-    'PVT, no qkv_bias': dict(PVT, qkv_bias=False, attention=('sla', 'softmax', 'softmax', 'softmax')),
-    'PVT, post_act': dict(PVT, ffn_norm='post_act', attention='sla'),
-    'V2': V2,
+    'V2': dict(FOUR_STAGE_PVT, **PVT_V2),
     'CSWin': dict(type='SLABCSwin', num_heads=(2, 2, 4, 4)),
     'CSWin, linear stripes': dict(type='SLABCSwin', num_heads=(2, 2, 4, 4), attention='sla', pretrain_img_size=64),
-    **{
-        f'{backbone["type"]}, {norm}': dict(backbone, norm_cfg=dict(type=norm))
-        for backbone, norm in zip([STOCK_SWIN, STOCK_PVT, STOCK_PVT_V2] * 2, NORMS, strict=True)
-    },
 }
 
 
@@ -66,7 +43,7 @@ def detector_cfg(small_detector_cfg):
         if 'num_layers' in backbone:
             cfg = small_detector_cfg(detector)
             cfg.backbone = copy.deepcopy(backbone)
-            cfg.neck.in_channels = [8 * HEADS[i] for i in sorted(backbone.get('out_indices', range(4)))]
+            cfg.neck.in_channels = [8 * backbone['num_heads'][i] for i in sorted(backbone.get('out_indices', range(4)))]
         else:
             cfg = small_detector_cfg(detector, **backbone)
         cfg.neck.update(neck)
@@ -99,7 +76,7 @@ def expected_left(backbone):
 def test_a_fused_detector_computes_the_same_in_float64(build, name):
     backbone = MODELS_WITH_OPTIONS[name]
     # A mask head reads the same features as the box head, so two models with masks are enough.
-    model = build(backbone, 'mask_rcnn' if name in ('softmax', 'PVT, mixed') else 'faster_rcnn').double()
+    model = build(backbone, 'mask_rcnn' if name in ('Swin', 'PVT, mixed') else 'faster_rcnn').double()
     fused = slab_det.fuse(model)
     assert left_affine(fused) == expected_left(backbone)
     assert not fused.fusion_report.select('kept') and not [m for m in fused.modules() if isinstance(m, nn.LayerNorm)]
@@ -163,9 +140,9 @@ BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
             },
         ),
         (
-            dict(PVT, norm_after_stage=True, ffn_norm='pre_act'),
-            # 4 patch embeddings, 3 per block, 5 reductions, 4 after the stages
-            4 + 3 * 6 + 5 + 4,
+            dict(FOUR_STAGE_PVT, norm_after_stage=True, ffn_norm='pre_act'),
+            # 4 patch embeddings, 3 per block, 4 reductions, 4 after the stages
+            4 + 3 * 5 + 4 + 4,
             {
                 f'{LAYER}.norm1': (f'{LAYER}.attn.attn[q]', f'{LAYER}.attn.sr'),
                 f'{LAYER}.attn.norm': (f'{LAYER}.attn.attn[kv]',),
@@ -191,7 +168,7 @@ def test_the_report_names_every_layer_that_takes_a_norm(build, backbone, num_nor
         (backbone, neck, {template.format(level): reason})
         for backbone, template in (
             (SWIN, 'backbone.norm{}'),
-            (dict(PVT, norm_after_stage=True), 'backbone.layers.{}.2'),
+            (dict(FOUR_STAGE_PVT, norm_after_stage=True), 'backbone.layers.{}.2'),
         )
         for neck, level, reason in (
             (dict(add_extra_convs='on_input', num_outs=5), 3, 'neck.fpn_convs.4 reads the same map'),

@@ -28,7 +28,7 @@ def test_a_config_says_the_channels_that_are_left():
     model = MODELS.build(dict(cfg, channels={name: 8}))
     assert find_channels(model)[name].count == 8 and model.fusion_report.channels == {name: 8}
     for wrong in ({name: 1000}, {'backbone.stages.2.blocks.0.norm1': 8}, {'nowhere': 8}):
-        with pytest.raises(FusionError, match=f'{[*wrong][0]}: the config leaves .* channels of another model'):
+        with pytest.raises(FusionError, match=f'{[*wrong][0]}: .* another model'):
             MODELS.build(dict(cfg, channels=wrong))
 
 

@@ -4,11 +4,12 @@ from operator import attrgetter
 
 import pytest
 import torch
-from conftest import as_trained, relative_difference
+from conftest import FOUR_STAGE_PVT, SMALL_SWIN, as_trained, random_sizes, relative_difference, small_mmdet_cfg
 from fusion_checks import SIZE, assert_fused_equals, left_affine, outputs
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA
+from mmdet.models.detectors import RetinaNet
 from mmdet.registry import MODELS
 from torch import nn
 
@@ -16,16 +17,7 @@ import slab_det
 from slab_det.attention import ShiftedWindowAttention
 
 BLOCK = 'backbone.stages.0.blocks.1'
-PVT = dict(
-    type='SLABPVT',
-    embed_dims=8,
-    num_layers=(2, 1, 1, 1),
-    num_heads=(1, 2, 3, 4),
-    mlp_ratios=(2, 2, 2, 2),
-    sr_ratios=(4, 2, 2, 1),
-    norm_cfg=dict(type='PRepBN'),
-    norm_after_stage=True,
-)
+PVT = dict(FOUR_STAGE_PVT, norm_after_stage=True)
 
 
 def build_pvt(**options):
@@ -127,3 +119,27 @@ def test_a_shared_layer_or_weight_takes_no_norm(shared):
     assert {'layers.0.1.1.norm2', 'layers.0.1.2.norm2'} <= left.keys() and 'layers.1.1.1.norm2' not in left
     assert f'its weights are also layers.0.1.2.ffn.{shared}' in left['layers.0.1.1.norm2']
     assert relative_difference(outputs(fused, images), references) <= 1e-9
+
+
+class OwnDetector(RetinaNet):
+    """Overrides extract_feat, which may pass the outputs of the backbone to other modules."""
+
+    def extract_feat(self, images):
+        return super().extract_feat(images)
+
+
+def test_output_norms_of_a_detector_with_an_extract_feat_of_its_own_become_affine():
+    neck = dict(start_level=0, add_extra_convs='on_output')
+    cfg = small_mmdet_cfg('_base_/models/retinanet_r50_fpn', SMALL_SWIN, **neck)
+    model = as_trained(MODELS.build(cfg), 5).double()
+    assert left_affine(slab_det.fuse(model)) == {}
+    model.extract_feat = model.extract_feat
+    assert len(left_affine(slab_det.fuse(model))) == 4, 'an extract_feat set on the object may read the outputs'
+    del model.extract_feat
+    model.__class__ = OwnDetector
+    fused = slab_det.fuse(model)
+    left = left_affine(fused)
+    assert left.keys() == {f'backbone.norm{i}' for i in range(4)}
+    assert all('OwnDetector' in reason for reason in left.values())
+    # Odd in both directions.
+    assert_fused_equals(fused, model, [(height | 1, width | 1) for height, width in random_sizes(3, seed=6)])

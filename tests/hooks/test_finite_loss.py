@@ -60,7 +60,7 @@ def test_a_run_of_nan_ends_and_keeps_its_last_good_checkpoint(tmp_path, spoil):
 
 
 def test_without_a_checkpoint_the_message_names_none(tmp_path):
-    with pytest.raises(TrainingError, match='look for damaged boxes and images; then start again$'):
+    with pytest.raises(TrainingError, match='damaged boxes and images; then start again$'):
         train(tmp_path, [FiniteLossHook()], lambda: Spoiled(SPOILED['NaN'][0], first=1))
 
 

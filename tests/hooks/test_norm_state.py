@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
-from conftest import StopAfter, differing
+from conftest import StopAfter
 from mmengine.hooks import Hook
 from regression import Regression, train
 from torch import nn
 
 from slab_det.hooks import NormStateHook, ProgressiveNormHook
-from slab_det.norms import UN, PRepBN, TokenBN
+from slab_det.norms import UN, PRepBN
 
 
 def small_un(num_features):
@@ -31,30 +31,13 @@ class Start(Hook):
         self.is_clear = not any(buffer.any() for name, buffer in self.state.items() if name != 'running_var')
 
 
-def test_fine_tuning_starts_with_a_warm_up_and_a_resumed_run_does_not(tmp_path):
-    def run(name, hook, **options):
-        start = Start()
-        runner = train(tmp_path / name, [NormStateHook(), start, hook], lambda: Regression(small_un), **options)
-        return runner.model, start
-
-    whole, start = run('whole', StopAfter(None))
-    assert start.is_clear
-    run('parts', StopAfter(3))
-    resumed, start = run('parts', StopAfter(None), resume=True)
-    assert start.state['iteration'] == 3
-    assert not differing(resumed, whole)
-    _, start = run('tuned', StopAfter(1), load_from=str(tmp_path / 'whole/iter_10.pth'))
+def test_fine_tuning_starts_with_a_warm_up(tmp_path):
+    """tests/hooks/test_resume.py has the resumed run, which does not."""
+    whole, start = train(tmp_path / 'whole', [NormStateHook()], lambda: Regression(small_un)).model, Start()
+    hooks, load_from = [NormStateHook(), start, StopAfter(1)], str(tmp_path / 'whole/iter_10.pth')
+    train(tmp_path / 'tuned', hooks, lambda: Regression(small_un), load_from=load_from)
     loaded = whole.norms[0].running_var
     assert start.is_clear and torch.equal(start.state['running_var'], loaded) and (loaded != 1).any()
-
-
-@pytest.mark.parametrize('norm', [TokenBN, PRepBN])
-def test_a_resumed_run_leaves_its_own_statistics_live(tmp_path, norm):
-    """norm_eval freezes statistics that count as loaded."""
-    for stop, resume in ((3, False), (5, True), (None, True)):
-        hooks = [NormStateHook(), StopAfter(stop)]
-        model = train(tmp_path, hooks, lambda: Regression(norm), resume=resume).model
-        assert not any(module.statistics_loaded for module in model.norms)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,10 @@
 """RecalibrateFuseHook in real runs of a small Mask R-CNN on generated images."""
 
-import os
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import mmdet
 import pytest
 import torch
-from conftest import CONFIGS, differing
+from conftest import differing
 from mmdet.apis import DetInferencer
 from mmengine.config import Config
 from mmengine.hooks import Hook
@@ -23,8 +17,6 @@ from slab_det.measure.report_file import ap_from_metrics, read_report
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration import RecalibrationError, recalibration_dataloader
 from slab_det.runtime.errors import CheckpointError
-
-ROOT = CONFIGS.parent
 
 
 def load(path):
@@ -95,24 +87,6 @@ def test_fused_config_loads_everywhere(finished_run, tmp_path):
     assert len(inferencer(image)['predictions']) == 1
     assert not differing(inferencer.model, state)
     assert inferencer.model.dataset_meta['classes'] == runner.train_dataloader.dataset.metainfo['classes']
-
-
-def test_mmdets_own_test_script_takes_the_fused_pair_as_the_documentation_says(finished_run, tmp_path):
-    _, work_dir = finished_run
-    page = (ROOT / 'docs/train.md').read_text()
-    (line,) = re.findall(r'^python -c .*?fused\.pth$', page, flags=re.MULTILINE | re.DOTALL)
-    line = line.replace('python ', f'{sys.executable} ', 1)
-    line = line.replace('mmdetection', f'{Path(mmdet.__file__).parent}/.mim').replace('work_dirs/run', str(work_dir))
-    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    done = subprocess.run(
-        [*shlex.split(line.replace('\\\n', ' ')), '--work-dir', str(tmp_path)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0 and 'coco/bbox_mAP: ' in done.stdout, done.stderr[-3000:]
 
 
 def test_an_epoch_based_run_serves_averaged_weights_and_best_checkpoints_keep_their_gamma(small_run_cfg):

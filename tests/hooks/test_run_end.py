@@ -70,15 +70,15 @@ class Watched(SLABSwin):
 @pytest.mark.parametrize(
     ('build', 'message'),
     [
-        (without_config, r"the runner's config, which has no model and no train_dataloader: give Runner\(cfg=...\)"),
-        (with_own_model, r'is not the one that .* builds.*: \d+ weights differ \(backbone\..*slab-det convert'),
-        (semi_supervised, r'cannot fuse a SoftTeacher, .* no backbone.*custom_hooks.*take model\.teacher'),
+        (without_config, r'no model and no train_dataloader: give Runner\(cfg='),
+        (with_own_model, r'\d+ weights differ \(backbone\..*slab-det convert'),
+        (semi_supervised, r'SoftTeacher.*custom_hooks.*take model\.teacher'),
         (
             with_layer_norm,
-            r'no norm that it could fuse: name one .*or remove the hook from custom_hooks; .*slab-det absorb',
+            'remove the hook from custom_hooks; .*slab-det absorb',
         ),
-        (without_test_pipeline, 'the config has no test pipeline; add a test_dataloader'),
-        (with_a_watched_norm, r'backbone\.norm1: it has hooks, which would be lost'),
+        (without_test_pipeline, 'add a test_dataloader'),
+        (with_a_watched_norm, r'backbone\.norm1: it has hooks'),
     ],
     ids=lambda value: getattr(value, '__name__', ''),
 )
@@ -157,7 +157,7 @@ def test_a_run_does_not_fuse_the_weights_of_another_run_in_its_folder(shared_run
 
     first, other = (Runner.from_cfg(shared_run_cfg(name)) for name in ('first', 'other'))
     first.register_hook(OtherRun())
-    with pytest.raises(CheckpointError, match='is of another run, which trains in the same work_dir') as error:
+    with pytest.raises(CheckpointError, match='is of another run') as error:
         first.train()
     folder = Path(first.work_dir)
     (own,) = folder.glob('iter_2_*.pth')

@@ -22,7 +22,6 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.logging import MMLogger
 from mmengine.runner.checkpoint import load_state_dict
 from torch import nn
 
@@ -335,23 +334,24 @@ def test_former_submodules_of_a_model_deployed_in_place_stay_whole(small_detecto
     assert model.backbone.patch_embed.projection.weight.dtype == torch.bfloat16
 
 
-def test_a_head_that_overflows_in_half_precision_is_refused(small_detector):
-    model = slab_det.fuse(small_detector())
+def overflowing_head(model):
     first, second = model.roi_head.bbox_head.shared_fcs
-    with torch.no_grad():
-        first.weight.mul_(1e6), first.bias.mul_(1e6)
-        second.weight.div_(1e6)
-    with pytest.raises(DeploymentError, match='MaskRCNN overflows in torch.float16: outputs of its heads'):
-        slab_det.deploy(model, torch.float16)
+    first.weight.mul_(1e6), first.bias.mul_(1e6)
+    second.weight.div_(1e6)
 
 
-def test_feature_maps_that_overflow_in_half_precision_are_refused(small_detector):
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (overflowing_head, 'outputs of its heads'),
+        (lambda model: model.neck.fpn_convs[0].conv.bias.fill_(1e6), 'feature maps .* deploy it in float32'),
+    ],
+)
+def test_what_overflows_in_half_precision_is_refused(small_detector, change, message):
     model = slab_det.fuse(small_detector())
     with torch.no_grad():
-        model.neck.fpn_convs[0].conv.bias.fill_(1e6)
-    with pytest.raises(
-        DeploymentError, match='MaskRCNN overflows in torch.float16: feature maps .* deploy it in float32'
-    ):
+        change(model)
+    with pytest.raises(DeploymentError, match=f'MaskRCNN overflows in torch.float16: {message}'):
         slab_det.deploy(model, torch.float16)
 
 
@@ -360,17 +360,16 @@ def test_weights_that_are_not_finite_are_refused(small_detector, bare):
     model = slab_det.fuse(small_detector())
     model = model.backbone if bare else model
     next(iter(model.parameters())).data.view(-1)[0] = float('nan')
-    with pytest.raises(DeploymentError, match=r'1 of \d+ tensors hold NaN or infinite values \(\S+\).*checkpoint'):
+    with pytest.raises(DeploymentError, match=r'1 of \d+ tensors hold NaN or infinite'):
         slab_det.deploy(model)
 
 
-def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_warning(fused_backbone, caplog):
-    MMLogger.get_current_instance().addHandler(caplog.handler)
+def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_warning(fused_backbone, logged):
     model = fused_backbone('swin')
     model.patch_embed.projection = nn.Conv2d(3, 16, 80, 4)
     model.eval()
     assert not hasattr(slab_det.deploy(model), 'deployment_check')
-    assert 'could not check SLABSwin: the original does not run on an image of 64x128' in caplog.text
+    assert 'could not check SLABSwin: the original does not run on an image of 64x128' in logged.text
 
 
 @pytest.mark.parametrize(
@@ -388,7 +387,7 @@ def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_warning(fus
 )
 def test_deployed_model_refuses_training_gradients_tracing_and_export(fused_backbone, use):
     deployed = slab_det.deploy(fused_backbone('swin'))
-    with pytest.raises(DeploymentError, match='without gradients, tracing and export: use the fused model'):
+    with pytest.raises(DeploymentError, match='use the fused model'):
         use(deployed, torch.randn(1, 3, 64, 64))
 
 
@@ -401,7 +400,7 @@ def test_deployed_model_takes_no_weights(small_detector, form, inplace):
     for part in ('', 'backbone', 'roi_head.bbox_head'):
         for load in (nn.Module.load_state_dict, load_state_dict):
             for strict in (True, False):
-                with pytest.raises(DeploymentError, match='is deployed.* load the checkpoint into the fused model'):
+                with pytest.raises(DeploymentError, match='load the checkpoint into the fused model'):
                     load(deployed.get_submodule(part), other.get_submodule(part).state_dict(), strict)
         assert not differing(deployed, before), part
     # Copies refuse too; the model that was deployed takes weights as before.

@@ -5,6 +5,7 @@ import random
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -25,7 +26,6 @@ from graph_cases import (
 )
 from mmdet.models.detectors import TwoStageDetector
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
-from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 
@@ -81,14 +81,12 @@ def captured_shapes(monkeypatch):
     return shapes
 
 
-@pytest.fixture
-def logged(caplog):
-    MMLogger.get_current_instance().addHandler(caplog.handler)
-    yield caplog
-    MMLogger.get_current_instance().removeHandler(caplog.handler)
-
-
 def deployed(kind='Mask R-CNN', **options):
+    return copy.deepcopy(deployed_once(kind, **options))
+
+
+@cache
+def deployed_once(kind, **options):
     return slab_det.deploy(build(kind, random.Random(0)).to(DEVICE), **options)
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import as_trained
 from mmdet.registry import MODELS
-from mmengine.logging import MMLogger
 
 import slab_det
 from slab_det.export import ExportError, export_onnx, load_runtime, loaded_file, quantize_onnx
@@ -58,9 +57,8 @@ def test_exported_backbone(small_detector_cfg, tmp_path, width=20):
         assert max(errors.values()) < bound, (form, errors, bound)
 
 
-def test_a_file_whose_sums_do_not_fit_this_cpu_is_told(small_detector, tmp_path, monkeypatch, caplog):
+def test_a_file_whose_sums_do_not_fit_this_cpu_is_told(small_detector, tmp_path, monkeypatch, logged):
     pytest.importorskip('onnxruntime')
-    MMLogger.get_current_instance().addHandler(caplog.handler)
     source, int8 = tmp_path / 'model.onnx', tmp_path / 'int8.onnx'
     export_onnx(slab_det.fuse(small_detector(depths=(1, 1, 1, 1))), source, scope='backbone')
     assert not load_runtime(source).metadata.get('int8_weight_bits')
@@ -69,7 +67,7 @@ def test_a_file_whose_sums_do_not_fit_this_cpu_is_told(small_detector, tmp_path,
     for bits, largest, is_cut in ((7, 64, False), (8, 127, True)):
         quantize_onnx(source, int8, [np.zeros((1, 3, 32, 32), np.float32)], reduce_range=bits == 7)
         assert load_runtime(int8).metadata['int8_weight_bits'] == bits
-        assert ('export it again with --int8 --reduce-range' in caplog.text) == is_cut, bits
+        assert ('export it again with --int8 --reduce-range' in logged.text) == is_cut, bits
         weights = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(int8).graph.initializer]
         assert max(np.abs(weight).max() for weight in weights if weight.dtype == np.int8) == largest
 

@@ -20,7 +20,6 @@ from functools import cache
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import cv2
@@ -52,7 +51,6 @@ from slab_det.inference.folder import FILE
 from slab_det.machine import MACHINE
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 from slab_det.runtime.pipeline import ImagePipeline, inference_steps
-from slab_det.runtime.record import write_record
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
 EXAMPLES = CONFIGS.parent / 'examples'
@@ -186,7 +184,7 @@ def test_a_runtime_starts_no_more_threads_than_this_process_may_use(files, monke
         load_runtime(files[2])
         assert asked.pop() == threads
     monkeypatch.setattr(MACHINE, 'processors', 1)
-    with pytest.raises(ExportError, match=r'^threads=2: give a whole number from 0 to 1, the processors that this'):
+    with pytest.raises(ExportError, match='^threads=2: give a whole number from 0 to 1'):
         slab_det.load_detector(files[0], files[2], 'onnxruntime', threads=2)
 
 
@@ -241,7 +239,7 @@ def test_list_runs_to_its_end_and_names_each_refused_image(served):
     images = [IMAGES[0], 'nowhere.jpg', IMAGES[1], [IMAGES[2]], IMAGES[2], np.full((9, 9, 3), None)]
     with pytest.raises(
         ImageListError,
-        match=r'(?s)^3 of 6 images.*\n\[1\] nowhere.jpg cannot be.*\n\[3\] .*not a list.*\n\[5\] .* object',
+        match=r'(?s)^3 of 6 images.*\n\[1\] nowhere.jpg.*\n\[3\] .*list.*\n\[5\] .* object',
     ) as caught:
         detector(images)
     assert {*caught.value.errors} == {1, 3, 5} and isinstance(caught.value, DataError)
@@ -346,15 +344,20 @@ def test_server_answers_with_the_objects_of_load_detector(files, served, server,
             assert few['detections'] == found[:2]
 
 
+def write_folder(folder: Path, files: tuple[Path, Path, Path], runtime: str = 'torch') -> None:
+    """Makes what optimize leaves of a folder."""
+    weights = files[1] if runtime == 'torch' else files[2]
+    for file in (files[0], weights):
+        shutil.copy(file, folder)
+    form = dict(key='chosen', runtime=runtime, precision='float32', variant=[], files=[files[0].name, weights.name])
+    write_record(folder / FILE, dict(recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5))
+
+
 @pytest.mark.parametrize('runtime', ['torch', 'onnxruntime'])
 def test_server_takes_a_folder_of_optimize(files, served, server, call, tmp_path, runtime):
     from fastapi.testclient import TestClient
 
-    weights = files[1] if runtime == 'torch' else files[2]
-    for file in (files[0], weights):
-        shutil.copy(file, tmp_path)
-    form = dict(key='chosen', runtime=runtime, precision='float32', variant=[], files=[files[0].name, weights.name])
-    write_record(tmp_path / FILE, dict(recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5))
+    write_folder(tmp_path, files, runtime)
     with TestClient(server(tmp_path, '--threads', 1)) as client:
         answer = client.post('/detect', content=cv2.imencode('.png', IMAGES[0])[1].tobytes()).json()
     expected = served(runtime)(IMAGES[0]).pred_instances
@@ -364,12 +367,10 @@ def test_server_takes_a_folder_of_optimize(files, served, server, call, tmp_path
 
 
 def test_test_runs_a_folder_on_the_device_of_its_measurement(files, call, tmp_path, monkeypatch):
-    shutil.copy(files[0], tmp_path)
+    write_folder(tmp_path, files)
     weights = torch.load(files[1], weights_only=False)
     weights['meta']['dataset_meta'] = SyntheticShapes.METAINFO
     torch.save(weights, tmp_path / files[1].name)
-    form = dict(key='chosen', runtime='torch', precision='float32', variant=[], files=[file.name for file in files[:2]])
-    write_record(tmp_path / FILE, dict(recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5))
     # In place of a GPU, to which the runner moves every model.
     monkeypatch.setattr('mmengine.runner.runner.get_device', lambda: 'cpu:0')
     devices, move = [], BaseModel.to
@@ -410,49 +411,45 @@ def test_server_does_not_start_without_a_detector(files, call, tmp_path):
     assert 'nowhere.pth' in call('serve.py', files[0], tmp_path / 'nowhere.pth', code=1).err
 
 
-def test_two_processes_answer_as_one_does(files, served, tmp_path):
-    """Each is a new interpreter, which loads the detector by itself; SIGTERM ends them all."""
+def test_the_image_serves_without_git_in_two_processes(files, served, tmp_path):
+    """No container runs here: the commands of the Dockerfile run in a copy of what it copies, at another port.
+
+    Each process is a new interpreter, which loads the detector by itself; SIGTERM ends them all.
+    """
+    root, model = CONFIGS.parent, tmp_path / 'model'
+    text = (root / 'Dockerfile').read_text()
+    copied = re.findall(r'^COPY (?:--\S+ )*(.*) \S+$', text, re.MULTILINE)
+    assert all((root / name).exists() for names in copied for name in names.split())
+    for name in ('slab_det', 'tools'):
+        shutil.copytree(root / name, tmp_path / name)
+    shutil.copy(root / 'slab_det_command.py', tmp_path)
+    model.mkdir()
+    write_folder(model, files)
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, '-m', 'slab_det.cli.serve', *files[:2], '--device', 'cpu', '--processes', '2']
-    log = (tmp_path / 'log').open('w+')
-    with subprocess.Popen([*map(str, command), '--port', str(port)], cwd=CONFIGS.parent, stderr=log, stdout=log) as run:
+        port = str(free.getsockname()[1])
+    healthy, serve = (
+        [word.replace('/model', str(model)).replace('8000', port) for word in json.loads(command)]
+        for command in re.findall(r'CMD (\[.*\])$', text, re.MULTILINE)
+    )
+    assert healthy[0] == serve[0] == 'python' and f'EXPOSE {port}' in text.replace('8000', port)
+    environment = {**os.environ, 'PYTHONPATH': str(tmp_path)}
+    command, log = [sys.executable, *serve[1:], '--processes', '2', '--port', port], (tmp_path / 'log').open('w+')
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=log, stdout=log) as run:
         try:
-            content = cv2.imencode('.png', IMAGES[0])[1].tobytes()
             deadline = time.monotonic() + 300
-            while True:
-                try:
-                    with urlopen(Request(f'http://127.0.0.1:{port}/detect', content), timeout=60) as answer:
-                        found = json.load(answer)['detections']
-                    break
-                except URLError:
-                    assert run.poll() is None and time.monotonic() < deadline, (log.seek(0), log.read())
-                    time.sleep(0.5)
+            while subprocess.run([sys.executable, *healthy[1:]], capture_output=True).returncode:
+                assert run.poll() is None and time.monotonic() < deadline, (log.seek(0), log.read())
+                time.sleep(0.5)
+            content = cv2.imencode('.png', IMAGES[0])[1].tobytes()
+            with urlopen(Request(f'http://127.0.0.1:{port}/detect', content), timeout=60) as answer:
+                found = json.load(answer)['detections']
         finally:
             run.send_signal(signal.SIGTERM)
             run.wait(60)
     np.testing.assert_allclose(
         [entry['box'] for entry in found], served('torch')(IMAGES[0]).pred_instances.bboxes, atol=0.01
     )
-
-
-def test_dockerfile_serves_in_a_folder_without_git(tmp_path):
-    """No container runs here: its command takes its arguments, and what it copies is there."""
-    text = (CONFIGS.parent / 'Dockerfile').read_text()
-    copied = [name for line in re.findall(r'^COPY (.*) \S+$', text, re.MULTILINE) for name in line.split()]
-    assert not [name for name in copied if name[0] != '-' and not (CONFIGS.parent / name).exists()]
-    for name in ('slab_det', 'tools'):
-        shutil.copytree(CONFIGS.parent / name, tmp_path / name)
-    shutil.copy(CONFIGS.parent / 'slab_det_command.py', tmp_path)
-    program, *command = json.loads(re.findall(r'^CMD (.*)$', text, re.MULTILINE)[-1])
-    assert program == 'python'
-    environment = {**os.environ, 'PYTHONPATH': str(tmp_path)}
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    # The command takes its arguments and starts; the folder alone is missing.
-    assert done.returncode == 1 and 'error: /model is no folder of slab-det optimize' in done.stderr, done.stderr
-    usage = (tmp_path / 'slab_det/cli/serve.py').read_text()
-    assert '/healthz' in text and "'/healthz'" in usage and 'EXPOSE 8000' in text and 'default=8000' in usage
 
 
 def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_path):
@@ -464,7 +461,7 @@ def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_p
     assert isinstance(detector(IMAGES[0]), DetDataSample)
     model = MODELS.build(module_run_cfg(**{**SMALL_SWIN, 'norm_cfg': dict(type='LN')}).model)
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'layernorm.pth')
-    with pytest.raises(FusionError, match='norms have no statistics of data'):
+    with pytest.raises(FusionError, match='no statistics of data'):
         slab_det.load_detector(cfg, tmp_path / 'layernorm.pth')
 
 
@@ -487,7 +484,7 @@ def test_wrong_file_or_option_is_refused(files, file, options, error, message):
 
 
 def test_a_missing_config_is_named(files):
-    with pytest.raises(ConfigError, match=r'missing\.py: there is no such config'):
+    with pytest.raises(ConfigError, match=r'missing\.py: there is no'):
         slab_det.load_detector('missing.py', files[1])
 
 
@@ -573,5 +570,5 @@ def test_file_exported_for_another_resize_is_refused(files, served):
     model = build_detector(cfg, str(files[1]))
     export_onnx(model, files[2].with_name('other.onnx'))
     slab_det.load_detector(cfg, files[2].with_name('other.onnx'), 'onnxruntime')
-    with pytest.raises(ExportError, match=r'exported for the resize .*96, 80.*would find other objects'):
+    with pytest.raises(ExportError, match='96, 80.*would find other objects'):
         slab_det.load_detector(files[0], files[2].with_name('other.onnx'), 'onnxruntime')

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import SMALL_PVT, as_trained
 from mmdet.registry import MODELS
-from mmengine.logging import MMLogger
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -165,10 +164,9 @@ def test_maps_are_compared_in_every_form(monkeypatch, returned):
         slab_det.deploy(model)
 
 
-def test_a_model_without_maps_is_deployed_with_a_warning(caplog):
-    MMLogger.get_current_instance().addHandler(caplog.handler)
+def test_a_model_without_maps_is_deployed_with_a_warning(logged):
     assert not hasattr(slab_det.deploy(own_backbone(returned=lambda maps: ())), 'deployment_check')
-    assert 'could not check OwnPVT: its features are no tensors' in caplog.text
+    assert 'could not check OwnPVT: its features are no tensors' in logged.text
 
 
 def test_a_backbone_that_overflows_in_half_precision_is_refused():

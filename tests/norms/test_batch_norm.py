@@ -92,9 +92,7 @@ def test_set_gamma_counts_norms_and_checks_its_range():
 def test_one_token_has_no_batch_statistics(kind):
     norm, x = make_norm(kind), torch.zeros(1, 1, C, dtype=torch.double)
     name = 'RepBN' if kind is PRepBN else kind.__name__
-    with pytest.raises(
-        ValueError, match=rf'{name}\({C}\) got \(1, 1, {C}\).*more than one token; train with larger images'
-    ):
+    with pytest.raises(ValueError, match=rf'{name}\({C}\) got .*larger images'):
         norm(x)
     assert norm.eval()(x).isfinite().all()
 

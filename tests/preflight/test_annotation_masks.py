@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from coco_files import SIZE, SQUARE, dataset_cfg, make_content, run_cfg, write_split
 from mmdet.registry import DATASETS
-from mmengine.logging import MMLogger
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
@@ -37,26 +36,12 @@ BAD = {
 GOOD = {'polygon': SQUARE, 'parts': [*SQUARE, SQUARE[0]], 'RLE': RUNS, 'coded': CODED, 'tiny part': [SQUARE[0], TINY]}
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for split in ('train', 'val'):
-        write_split(tmp_path, split)
-    return tmp_path
-
-
 def with_mask(segmentation: object, index: int = 13, **changes: object) -> dict:
     content = make_content()
     content['annotations'][index].update(segmentation=segmentation, **changes)
     if segmentation is None:
         del content['annotations'][index]['segmentation']
     return content
-
-
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found = []
-    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', found.append)
-    return found
 
 
 @pytest.mark.parametrize('split', ['train', 'val'])
@@ -106,7 +91,7 @@ def test_masks_that_only_the_evaluation_reads_are_checked(root: Path) -> None:
     write_split(root, 'train', with_mask([TINY, SQUARE[0]]))
     check_data(run_cfg(root, with_mask=True))
     write_split(root, 'val', with_mask([TINY, SQUARE[0]]))
-    with pytest.raises(DataError, match=r'val\.json: annotation 14 of image 6 has a polygon of 4 numbers'):
+    with pytest.raises(DataError, match=r'val\.json: annotation 14 .*polygon of 4 numbers'):
         check_data(run_cfg(root, with_mask=True))
     # mmdet leaves such a box out, and pycocotools does not.
     for split, raises in (('train', False), ('val', True)):
@@ -120,7 +105,7 @@ def test_masks_that_only_the_evaluation_reads_are_checked(root: Path) -> None:
             check_data(cfg)
     # Without mask steps in the pipeline: the metric alone asks.
     cfg.val_dataloader.dataset = cfg.test_dataloader.dataset = dataset_cfg(root, 'val')
-    with pytest.raises(DataError, match=r'val\.json: annotation 14 of image 6 has no segmentation'):
+    with pytest.raises(DataError, match=r'val\.json: annotation 14 .*no segmentation'):
         check_data(cfg)
 
 

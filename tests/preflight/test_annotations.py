@@ -31,13 +31,6 @@ from slab_det.runtime.errors import DataError
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for split in ('train', 'val'):
-        write_split(tmp_path, split)
-    return tmp_path
-
-
-@pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found = []
     monkeypatch.setattr(MMLogger.get_current_instance(), 'info', found.append)
@@ -90,10 +83,9 @@ def test_more_than_a_quarter_of_lost_objects_is_an_error_and_fewer_a_line(root: 
 
 
 @pytest.mark.parametrize('mark', ['iscrowd', 'ignore'])
-def test_more_than_a_quarter_of_marked_objects_is_a_warning(root: Path, monkeypatch, mark: str) -> None:
+def test_more_than_a_quarter_of_marked_objects_is_a_warning(root: Path, warnings: list[str], mark: str) -> None:
     """Half of the boxes of CityPersons are regions to ignore, and without them its detectors would be worse."""
-    content, warnings = make_content(), []
-    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', warnings.append)
+    content = make_content()
     for item in content['annotations'][1:]:
         item[mark] = 1
     write_split(root, 'train', content)
@@ -157,7 +149,7 @@ def test_a_training_split_without_an_object_is_an_error_unless_another_file_has_
     empty, full = dataset_cfg(root, 'empty', test_mode=False), dataset_cfg(root, 'train')
     cfg = run_cfg(root)
     cfg.train_dataloader.dataset = Config(empty)
-    with pytest.raises(DataError, match=r'empty\.json: there is no object of the classes \(cat, dog\)'):
+    with pytest.raises(DataError, match=r'empty\.json: there is no object'):
         check_data(cfg)
     # Background alone, beside a labelled set.
     cfg.train_dataloader.dataset = Config(dict(type='ConcatDataset', datasets=[empty, full]))
@@ -211,7 +203,7 @@ def test_two_images_or_categories_of_one_id_are_an_error(root: Path) -> None:
     content = make_content()
     content['images'][4]['id'] = 3
     write_split(root, 'val', content)
-    with pytest.raises(DataError, match=r'val\.json: 1 ids are shared by two or more of its images \(3\)'):
+    with pytest.raises(DataError, match=r'val\.json: 1 ids .* its images \(3\)'):
         check_data(run_cfg(root))
     write_split(root, 'val', make_content(categories=[dict(id=1, name='cat'), dict(id=1, name='dog')]))
     with pytest.raises(DataError, match=r'of its categories \(1\)'):
@@ -224,7 +216,7 @@ def test_names_of_categories_that_are_numbers_are_an_error(root: Path) -> None:
         write_split(root, 'train', make_content(categories=categories))
         cfg = run_cfg(root)
         cfg.train_dataloader.dataset.metainfo.classes = cfg.val_dataloader.dataset.metainfo.classes = names
-        with pytest.raises(DataError, match=r'names of categories are text, and 1, 2.* none: write "1" in quotes'):
+        with pytest.raises(DataError, match='1, 2.* write "1" in quotes'):
             check_data(cfg, ('train',))
 
 
@@ -232,7 +224,7 @@ def test_annotations_of_one_id_are_named_as_a_fault_of_their_file(root: Path) ->
     content = make_content()
     content['annotations'][5]['id'] = 1
     write_split(root, 'train', content)
-    with pytest.raises(DataError, match=r'train\.json: 1 ids are shared by two or more of its annotations \(1\)'):
+    with pytest.raises(DataError, match=r'train\.json: 1 ids .* its annotations \(1\)'):
         check_data(run_cfg(root))
 
 
@@ -271,7 +263,7 @@ def test_iscrowd_is_needed_where_pycocotools_reads_it(root: Path) -> None:
     write_split(root, 'train', content)
     check_data(run_cfg(root))
     write_split(root, 'val', content)
-    with pytest.raises(DataError, match=r'val\.json: an annotation of image 0 has no iscrowd'):
+    with pytest.raises(DataError, match=r'val\.json: .*image 0 has no iscrowd'):
         check_data(run_cfg(root))
     write_split(root, 'val', change_all(content, iscrowd=None))
     with pytest.raises(DataError, match='has no iscrowd'):

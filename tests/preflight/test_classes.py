@@ -21,17 +21,10 @@ CLASSES = SyntheticShapes.METAINFO['classes']
 SWAPPED = [dict(id=2, name='dog'), dict(id=1, name='cat')]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for split in ('train', 'val'):
-        write_split(tmp_path, split)
-    return tmp_path
-
-
 def test_a_validation_file_in_another_order_is_to_be_reordered(root: Path) -> None:
     write_split(root, 'val', make_content(categories=SWAPPED))
     cfg = run_cfg(root)
-    message = r'val\.json: .*\(cat, dog\) are not in the same order .*\(dog, cat\): put its "categories" in the order'
+    message = r'val\.json: .*\(cat, dog\) .*\(dog, cat\): put its "categories" in the order'
     with pytest.raises(DataError, match=message) as caught:
         check_data(cfg)
     assert 'metainfo' not in str(caught.value)
@@ -41,7 +34,7 @@ def test_a_validation_file_in_another_order_is_to_be_reordered(root: Path) -> No
     for split in ('val', 'test'):
         with pytest.raises(
             DataError,
-            match=rf"^{split} dataset: .* label 0 is 'cat' there and 'dog' here.*categories. of .*val\.json the",
+            match=rf"^{split} dataset: .* 'cat' there and 'dog' here.*categories. of .*val\.json",
         ):
             check_data(cfg, (split,))
     # The remedy.
@@ -53,9 +46,7 @@ def test_a_training_file_in_another_order_may_name_it_in_every_split(root: Path)
     for split in ('train', 'val'):
         write_split(root, split, make_content(categories=SWAPPED))
     cfg = run_cfg(root)
-    with pytest.raises(
-        DataError, match=r"or set metainfo=dict\(classes=\('dog', 'cat'\)\) in the datasets of all splits"
-    ):
+    with pytest.raises(DataError, match=r"set metainfo=dict\(classes=\('dog', 'cat'\)\) .* all splits"):
         check_data(cfg)
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         loader.dataset.metainfo.classes = ('dog', 'cat')
@@ -66,13 +57,11 @@ def test_a_test_file_that_lacks_a_category_is_told_to_have_all(root: Path) -> No
     content = make_content(categories=SWAPPED[1:])
     content['annotations'] = [item for item in content['annotations'] if item['category_id'] == 1]
     write_split(root, 'val', content)
-    with pytest.raises(
-        DataError, match=r'\(cat, dog\) are not among its 1 categories \(cat\).* give the file a category'
-    ):
+    with pytest.raises(DataError, match=r'1 categories \(cat\).* give the file a category'):
         check_data(run_cfg(root))
     cfg = run_cfg(root)
     cfg.test_dataloader.dataset.metainfo.classes = ('cat',)
-    with pytest.raises(DataError, match=r'its 1 classes \(cat\) are not the 2 of the training split'):
+    with pytest.raises(DataError, match=r'1 classes \(cat\) are not the 2'):
         check_data(cfg, ('test',))
     # As the message says.
     write_split(root, 'val', content | dict(categories=SWAPPED[::-1]))
@@ -85,11 +74,11 @@ def test_files_of_one_training_have_the_same_classes(root: Path) -> None:
     cfg = run_cfg(root)
     both = Config(dict(type='ConcatDataset', datasets=[dataset_cfg(root, 'train'), other]))
     cfg.train_dataloader.dataset = dict(type='RepeatDataset', times=2, dataset=both)
-    with pytest.raises(DataError, match=r'^train dataset: its 2 classes \(dog, cat\)'):
+    with pytest.raises(DataError, match=r'^train dataset: .*\(dog, cat\)'):
         check_data(cfg)
     # A folder of pictures, beside a teacher.
     cfg.train_dataloader.dataset = dict(type='ImageFolder', folder='pictures', metainfo=dict(classes=('dog', 'cat')))
-    with pytest.raises(DataError, match=r'^val dataset: its 2 classes \(cat, dog\) are not .* \(dog, cat\)'):
+    with pytest.raises(DataError, match=r'^val dataset: .*\(cat, dog\) .* \(dog, cat\)'):
         check_data(cfg)
     # Grounding DINO and GLIP find what a text names, in each dataset another one.
     cfg.train_dataloader.dataset = both
@@ -97,7 +86,7 @@ def test_files_of_one_training_have_the_same_classes(root: Path) -> None:
     check_data(cfg)
     both.datasets[1].metainfo = dict(classes=('cat', 'dog'))
     write_split(root, 'other', make_content(categories=SWAPPED[:1], annotations=[]))
-    with pytest.raises(DataError, match=r'1 categories \(dog\).* or give a file that is one of several a category for'):
+    with pytest.raises(DataError, match=r'1 categories \(dog\).* give a file that is one of several'):
         check_data(cfg)
 
 
@@ -110,9 +99,7 @@ def test_categories_of_one_name_are_named(root: Path, split: str) -> None:
     for name in ('train', 'val'):
         write_split(root, name, content if name == split else content | dict(categories=content['categories'][1:]))
         cfg[f'{name}_dataloader'].dataset.metainfo = dict(classes=('cat',))
-    with pytest.raises(
-        DataError, match=rf'{split}\.json: its categories cat \(id 0\), cat \(id 1\) share a name.*Roboflow'
-    ):
+    with pytest.raises(DataError, match=rf'{split}\.json: .* cat \(id 0\), cat \(id 1\) .*Roboflow'):
         check_data(cfg, ('train', 'val'))
 
 
@@ -175,7 +162,7 @@ def test_a_run_resumes_with_the_same_classes_and_starts_from_any(small_run_cfg: 
     checkpoint['meta']['dataset_meta']['classes'] = CLASSES[::-1]
     torch.save(checkpoint, path)
     cfg.train_cfg.max_iters, cfg.load_from, cfg.resume = 3, str(path), True
-    with pytest.raises(DataError, match=r"train dataset: .* of .*iter_2\.pth .*label 0 is 'star' there"):
+    with pytest.raises(DataError, match=r"iter_2\.pth .*'star' there"):
         Runner.from_cfg(cfg.copy()).train()
     # A fine-tuning learns other classes.
     cfg.resume = False
@@ -190,5 +177,5 @@ def test_files_whose_palettes_differ_are_compared_with_the_heads(root: Path) -> 
     model.bbox_head.num_classes = 2
     check_num_classes(model, both, 'val')
     model.bbox_head.num_classes = 3
-    with pytest.raises(DataError, match='bbox_head has num_classes=3, but the val dataset has 2 classes'):
+    with pytest.raises(DataError, match='num_classes=3, but the val dataset has 2'):
         check_num_classes(model, both, 'val')

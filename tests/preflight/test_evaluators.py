@@ -9,17 +9,9 @@ from coco_files import dataset_cfg, make_annotation, make_content, read_objects_
 from mmdet.evaluation import CocoMetric
 from mmdet.registry import DATASETS
 from mmengine.config import Config
-from mmengine.logging import MMLogger
 
 from slab_det.preflight import check_data
 from slab_det.runtime.errors import ConfigError, DataError
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for split in ('train', 'val'):
-        write_split(tmp_path, split)
-    return tmp_path
 
 
 def fewer(start: int, end: int) -> dict:
@@ -55,7 +47,7 @@ def test_an_evaluator_of_another_file_is_an_error(root: Path, content: dict, mes
     write_split(root, 'other', content)
     cfg = evaluate_on(root, 'other')
     check_data(cfg, ('train',))
-    with pytest.raises(DataError, match=rf'val evaluator: annotation file .*other\.json.*{message}'):
+    with pytest.raises(DataError, match=rf'val evaluator: .*other\.json.*{message}'):
         check_data(cfg)
     # Also in a list, and inside mmengine's own evaluator.
     cfg.val_evaluator = [dict(type='DumpDetResults', out_file_path='out.pkl'), cfg.val_evaluator]
@@ -71,7 +63,7 @@ def test_masks_of_another_file_are_checked(root: Path) -> None:
     del content['annotations'][3]['segmentation']
     write_split(root, 'other', content)
     check_data(evaluate_on(root, 'other'))
-    with pytest.raises(DataError, match=r'other\.json: annotation 4 of image 1 has no segmentation'):
+    with pytest.raises(DataError, match=r'other\.json: annotation 4 .*no segmentation'):
         check_data(evaluate_on(root, 'other', metric=['bbox', 'segm']))
 
 
@@ -85,9 +77,8 @@ def test_a_copy_of_the_file_and_a_link_to_it_are_as_good(root: Path) -> None:
     check_data(evaluate_on(root, 'link'))
 
 
-def test_objects_that_only_pycocotools_counts_and_files_without_any_are_told(root: Path, monkeypatch) -> None:
-    content, warnings = make_content(), []
-    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', warnings.append)
+def test_objects_that_only_pycocotools_counts_and_files_without_any_are_told(root: Path, warnings: list[str]) -> None:
+    content = make_content()
     content['annotations'][3]['ignore'] = 1
     content['annotations'][4].update(ignore=1, iscrowd=1)
     write_split(root, 'val', content)

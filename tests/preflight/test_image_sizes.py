@@ -9,20 +9,12 @@ import mmcv
 import numpy as np
 import pytest
 from coco_files import SIZE, make_content, run_cfg, write_images, write_split
-from mmengine.logging import MMLogger
 from PIL import Image
 
 from slab_det.preflight import check_data, image_sizes
 from slab_det.runtime.errors import DataError
 
 TURNED = SIZE[::-1]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for split in ('train', 'val'):
-        write_split(tmp_path, split)
-    return tmp_path
 
 
 def state_size(root: Path, size: tuple[int, int]) -> None:
@@ -40,11 +32,10 @@ def test_exif_orientations_that_turn_images_are_an_error(root: Path, orientation
     assert read == (TURNED if orientation > 4 else SIZE)
     cfg = run_cfg(root)
     if orientation > 4:
-        with pytest.raises(
-            DataError,
-            match=r'val\.json: width and height of 10 of 10 images .* 0\.jpg is read as 48x64 .* not as 64x48\. '
-            r"LoadImageFromFile turns it by its EXIF .* raw pixels: set color_type='color_ignore_orientation'",
-        ):
+        message = (
+            r"10 of 10 images .* 0\.jpg is read as 48x64 .* not as 64x48.*set color_type='color_ignore_orientation'"
+        )
+        with pytest.raises(DataError, match=message):
             check_data(cfg)
     # The remedy.
     for name in ('val_dataloader', 'test_dataloader'):
@@ -54,30 +45,24 @@ def test_exif_orientations_that_turn_images_are_an_error(root: Path, orientation
     state_size(root, read)
     check_data(run_cfg(root))
     if orientation > 4:
-        with pytest.raises(
-            DataError, match=r"color_type='color_ignore_orientation'\) does not turn it: set color_type"
-        ):
+        with pytest.raises(DataError, match='does not turn it: set color_type'):
             check_data(cfg)
 
 
 def test_resized_images_and_exchanged_sides_are_an_error(root: Path) -> None:
     state_size(root, (128, 96))
-    with pytest.raises(
-        DataError,
-        match=r'10 of 10 images .* 64x48 .* not as 128x96\. The images were resized .* multiply boxes.* by 0\.5',
-    ):
+    with pytest.raises(DataError, match=r'64x48 .* not as 128x96.* multiply boxes.* by 0\.5'):
         check_data(run_cfg(root))
     state_size(root, TURNED)
-    with pytest.raises(DataError, match=r'read as 64x48 .* not as 48x64: width and height are exchanged$'):
+    with pytest.raises(DataError, match='not as 48x64: width and height are exchanged$'):
         check_data(run_cfg(root))
     # Tools round.
     state_size(root, (65, 47))
     check_data(run_cfg(root))
 
 
-def test_a_wrong_size_among_many_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings, content = [], make_content(40)
-    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', warnings.append)
+def test_a_wrong_size_among_many_is_a_warning(root: Path, warnings: list[str]) -> None:
+    content = make_content(40)
     for image in content['images']:
         image['file_name'] = f'{image["id"] % 10}.jpg'
     for image in content['images'][7:9]:

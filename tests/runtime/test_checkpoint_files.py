@@ -93,7 +93,7 @@ def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path, content, expe
     if suffix == 'safetensors' and 'rename' in expected:
         assert read_checkpoint(path)['weight'].tolist() == [1, 1]
     else:
-        with pytest.raises(CheckpointError, match=rf'weights\.{suffix}: cannot be read as a checkpoint; .*{expected}'):
+        with pytest.raises(CheckpointError, match=rf'weights\.{suffix}.*{expected}'):
             read_checkpoint(path)
 
 
@@ -156,7 +156,7 @@ def test_broken_safetensors_error_names_the_file(tmp_path):
     save_file({'weight': torch.ones(50)}, path)
     for content in (b'', b'\xff' * 40, path.read_bytes()[:-1]):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r'cut\.safetensors: cannot be read as a checkpoint'):
+        with pytest.raises(CheckpointError, match=r'cut\.safetensors: cannot be read'):
             read_checkpoint(path)
 
 

@@ -102,7 +102,7 @@ def test_classes_of_other_packages_are_imported_and_those_without_a_name_refused
     assert values['model'] == dict(type='OwnNeck', part=dict(type='own_parts.Plain'), kinds=['OwnNeck'])
     assert values['custom_imports']['imports'] == ['own_parts'] and values['default_scope'] == 'mmdet'
     for model, key in (('dict(type=Local)', 'type'), ('dict(type=OwnNeck, kind=Plain)', 'kind')):
-        with pytest.raises(ConfigError, match=rf"own_parts\..*, the value of '{key}', is not registered.*decorate it"):
+        with pytest.raises(ConfigError, match=rf"own_parts\..*'{key}'.*decorate it"):
             values_of(model)
 
 
@@ -124,5 +124,5 @@ def test_every_config_that_a_run_writes_from_classes_builds(styles, tmp_path, ca
 
 def test_what_is_written_reads_as_it_was(tmp_path):
     write_config(Config(dict(model=dict(type='MaskRCNN', lr=1e-3))), tmp_path / 'good.py')
-    with pytest.raises(ConfigError, match=r"bad\.py, as it was written: NameError: name 'inf' is not defined"):
+    with pytest.raises(ConfigError, match=r"bad\.py.*NameError: name 'inf'"):
         write_config(Config(dict(limit=float('inf'))), tmp_path / 'bad.py')

@@ -192,5 +192,5 @@ def test_invalid_image_is_refused_in_one_line(image, message):
 
 
 def test_pipeline_without_image_loader_is_refused():
-    with pytest.raises(DataError, match='begins with Resize, not with LoadImageFromFile'):
+    with pytest.raises(DataError, match='Resize, not with LoadImageFromFile'):
         ImagePipeline(STEPS[1:])

