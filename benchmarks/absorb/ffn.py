@@ -4,7 +4,7 @@
     python -m benchmarks.absorb.ffn bccd-norms-600 --data-root data/bccd --seeds 0 1 2
 
 A row, one way with one seed, is measured once and added to benchmarks/results/ffn_STUDY.json. Corrupted images need
-`pip install imagecorruptions "setuptools<80"`.
+imagecorruptions, which requirements/test.txt has.
 Rows "with A" and "chosen beside A" are of an earlier form, ``A x + b + fc2(act(fc1 x))`` with a matrix A of C x C: a
 share s with A costs as much as s - 1/8 without. Rows "cut" and "channels at random" chose their channels beside A, too;
 benchmarks/absorb/grid.py compares such ways for any detector.
