@@ -238,7 +238,7 @@ def _read_key(folder: Path) -> dict | None:
 def _readme(report: OptimizationReport, has_pictures: bool) -> str:
     notes = '\n'.join(f'- {note}' for note in report.notes())
     pictures = f"""
-![Agreement with the original detector over milliseconds]({FIGURE})
+![Agreement with the original detector over the time of each form]({FIGURE})
 
 ![Objects of score {SCORE:g} and more that both detectors find]({GRID})
 """
