@@ -1,12 +1,12 @@
-"""The pictures of docs/absorb.md and docs/latency.md are those of the stored results."""
+"""The pictures of the pages are those of the stored results."""
 
 import re
 
 import pytest
 
-from benchmarks import runtimes
+from benchmarks import pages
 from benchmarks.absorb import figure as absorbed
-from benchmarks.results import FOLDER, ROOT, Results
+from benchmarks.results import ROOT
 
 
 def test_loss_of_a_seed_is_its_ap_minus_its_teachers(tmp_path):
@@ -19,12 +19,10 @@ def test_loss_of_a_seed_is_its_ap_minus_its_teachers(tmp_path):
 
 
 def test_pictures_of_the_pages_show_the_stored_results(tmp_path):
-    absorbed.draw(tmp_path / 'absorbed.svg')
-    rows = Results(FOLDER / 'runtimes.json').select(size='800x1216', scope='detector')
-    runtimes.draw(rows, tmp_path / 'latency.svg')
-    for name in ('absorbed.svg', 'latency.svg'):
+    pages.draw(tmp_path)
+    for name in ('absorbed.svg', 'latency.svg', 'optimize.svg'):
         drawn, shown = ((folder / name).read_text() for folder in (tmp_path, ROOT / 'docs'))
-        assert find_texts(drawn) == find_texts(shown), f'draw docs/{name} again'
+        assert find_texts(drawn) == find_texts(shown), f'python -m benchmarks.pages draws docs/{name} again'
         # Points that versions of matplotlib may move a little.
         assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)], name
 

@@ -15,7 +15,7 @@ from benchmarks.cpu_forms import table as forms_table
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.int8 import table as int8_table
 from benchmarks.norms.run import publish
-from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
+from benchmarks.norms.table import by_seed, replace_block, spread, study_table, t_interval
 from benchmarks.quickstart import table as quickstart_table
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import channels_table, processors_table, ratios_table
@@ -314,7 +314,7 @@ def test_times_on_other_cpus_are_the_stored_results():
 
 def test_first_table_of_the_readme_is_the_stored_results():
     readme, shown = (ROOT / 'README.md').read_text(), processors_table()
-    assert shown in readme, f'python -m benchmarks.runtimes --processors prints the table:\n{shown}'
+    assert shown in readme, f'python -m benchmarks.pages writes the table:\n{shown}'
     assert readme.index(shown) < readme.index('## '), 'before any heading'
     # Of the machines with rows of it: an oracle that reads the files by itself.
     eager, fast = (
@@ -358,8 +358,8 @@ def test_table_compares_seed_by_seed():
 def test_only_the_rows_below_the_mark_are_replaced(tmp_path):
     page = tmp_path / 'page.md'
     page.write_text('a | b\n<!-- one -->\n| old |\n| rows |\n\nwords\n<!-- two -->\n| last |\n')
-    replace_table(page, 'one', '| new |')
-    replace_table(page, 'two', '| end |\n| end |')
+    replace_block(page, 'one', '| new |')
+    replace_block(page, 'two', '| end |\n| end |')
     assert page.read_text() == 'a | b\n<!-- one -->\n| new |\n\nwords\n<!-- two -->\n| end |\n| end |\n'
     with pytest.raises(ValueError, match='has no line <!-- three -->'):
-        replace_table(page, 'three', '| new |')
+        replace_block(page, 'three', '| new |')
