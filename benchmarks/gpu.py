@@ -15,13 +15,12 @@ import argparse
 import copy
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 
+import numpy as np
 import torch
-import triton
 from torch import Tensor, nn
 
 from benchmarks.results import FOLDER, ROOT, Results
@@ -32,13 +31,15 @@ from slab_det.inference.gpu.box_kernels import FixedOperators
 from slab_det.inference.gpu.graph import GraphCache
 from slab_det.inference.gpu.static import StaticDetector, measure_frame
 from slab_det.families import Frame
-from slab_det.measure.environment import device_name
 from slab_det.measure.latency import measure_latency
-from slab_det.measure.markdown import format_table
+from slab_det.measure.timer import time_call, time_in_turns
+from slab_det.runtime.record import format_table
 
 TESTS = 'tests/test_cuda.py', 'tests/inference/test_kernels.py'
 SIZE, PADDED = (800, 1333), (800, 1344)
 DEVICE = 'cuda'
+# Of a graph, in one timed call: a launch takes longer than the smallest part.
+REPLAYS = 20
 
 
 def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, Row]:
@@ -48,10 +49,8 @@ def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, R
     return {
         names[0]: own._replace(type=backbone),
         names[1]: own,
-        f'{name}, FFNs at a quarter': own._replace(ffn=0.75),
         f'{name}, absorbed, none kept': own._replace(kept=0),
         f'{name}, half of the multiply-adds': own._replace(eighths=HALF),
-        f'{name}, FFNs at a quarter, none kept': own._replace(kept=0, ffn=0.75),
         f'{name}-PRepBN': Row(f'mask_rcnn_prepbn_{config}', *names),
         **{f'{kind}-{name}': Row(f'mask_rcnn_{prefix}_{config}', *names) for kind, prefix in others.items()},
     }
@@ -99,17 +98,15 @@ def first_calls(models: dict[tuple[str, str], nn.Module]) -> dict[tuple[str, str
     """Seconds of the first image of each model, which compiles kernels and captures graphs; drops what does not run."""
     seconds = {}
     for key, model in list(models.items()):
-        start = time.perf_counter()
+        first = partial(measure_latency, {key: model}, SIZE, rounds=1, warmup=0, device=DEVICE)
         try:
-            measure_latency({key: model}, SIZE, rounds=1, warmup=0, device=DEVICE)
+            seconds[key] = round(time_call(first, DEVICE)[0] / 1e3, 3)
         except Exception as error:
             # torch.compile may fail to capture; the other forms must not be lost with it.
             if key[1] not in COMPILED:
                 raise
             print(f'{key[0]}, {key[1]}: {type(error).__name__}: {error}')
             del models[key]
-        else:
-            seconds[key] = round(time.perf_counter() - start, 3)
     return seconds
 
 
@@ -144,15 +141,11 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
             )
 
 
-def time_replay(cache: GraphCache, times: int = 20) -> float:
-    """Returns the milliseconds of one replay of the captured graph."""
+def replay(cache: GraphCache) -> None:
+    """Replays the captured graph ``REPLAYS`` times."""
     (captured,) = cache._graphs.values()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
+    for _ in range(REPLAYS):
         captured.graph.replay()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / times * 1e3
 
 
 @torch.no_grad()
@@ -189,17 +182,16 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
 
 def measure_parts(args: argparse.Namespace) -> Measured:
     """Milliseconds of each part of deployed detectors in float16, in rounds of all rows and parts."""
-    captured = {}
+    calls = {}
     for family in ('Swin-T', 'PVT-S'):
         for name in (f'{family}, LayerNorm', f'{family}-PRepBN'):
-            captured[name] = capture_parts(slab_det.deploy(build(FAMILIES[family][name]).to(DEVICE), torch.float16))
-    rounds = [
-        {name: {part: time_replay(cache) for part, cache in caches.items()} for name, caches in captured.items()}
-        for _ in range(8)
-    ]
-    for name, caches in captured.items():
-        ms = {part: round(median(one[name][part] for one in rounds), 3) for part in caches}
-        yield dict(name=name, form='graph, float16'), dict(ms=ms)
+            model = slab_det.deploy(build(FAMILIES[family][name]).to(DEVICE), torch.float16)
+            calls |= {(name, part): partial(replay, cache) for part, cache in capture_parts(model).items()}
+    times = time_in_turns(calls, 8, device=DEVICE)
+    medians = {key: round(float(np.median(values)) / REPLAYS, 3) for key, values in times.items()}
+    for row in dict.fromkeys(name for name, _ in calls):
+        ms = {part: value for (name, part), value in medians.items() if name == row}
+        yield dict(name=row, form='graph, float16'), dict(ms=ms)
 
 
 def measure_training(args: argparse.Namespace) -> Measured:
@@ -213,19 +205,15 @@ def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measure
     model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).to(DEVICE).requires_grad_(False)
     images = torch.randn(num_images, 1, 3, *PADDED, device=DEVICE).unbind()
     # Warm-up: libraries initialize in their first call.
-    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device=DEVICE)], keep=0, progress=False)
+    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device=DEVICE)], 1, 'remove', progress=False)
 
     def seconds(run: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        return round((time.perf_counter() - start) / num_images, 4)
+        return round(time_call(run, DEVICE)[0] / 1e3 / num_images, 4)
 
     forward = seconds(lambda: [model.extract_feat(image) for image in images])
     torch.cuda.reset_peak_memory_stats()
     idle = torch.cuda.memory_allocated()
-    absorb = seconds(lambda: slab_det.absorb(model, images, keep=0, progress=False))
+    absorb = seconds(lambda: slab_det.absorb(model, images, 1, 'remove', progress=False))
     above = (torch.cuda.max_memory_allocated() - idle) / 2**20
     values = dict(seconds_per_image=absorb, forward_seconds=forward, above_idle_mib=round(above))
     yield dict(name='Swin-T, LayerNorm'), values
@@ -295,8 +283,7 @@ def main() -> None:
     parser.add_argument('--families', nargs='+', choices=FAMILIES, default=[*FAMILIES])
     parser.add_argument('--out', type=Path, default=FOLDER / 'gpu.json')
     args = parser.parse_args()
-    host = dict(cpu=device_name('cpu'), triton=triton.__version__)
-    results = Results(args.out, DEVICE, host, size=SIZE, batch=1)
+    results = Results(args.out, DEVICE, size=SIZE, batch=1)
     for part in args.parts:
         for identity, values in PARTS[part](args):
             results.add(dict(part=part, **identity), values)

@@ -17,12 +17,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
 
-from benchmarks import cpu_forms, gpu, int8, optimize, quickstart, runtimes
-from benchmarks.absorb import figure, grid, loss, size
+from benchmarks import cpu_forms, gpu, int8, quickstart, runtimes
+from benchmarks.absorb import grid, size
 from benchmarks.absorb.table import absorption_table, students_table
-from benchmarks.norms.table import by_seed, replace_block, spread, study_table, t_interval
-from benchmarks.results import FOLDER, NOT_RECORDED, ROOT, Results
-from slab_det.measure.markdown import format_table
+from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
+from benchmarks.results import FOLDER, ROOT, Results
+from slab_det.runtime.record import NOT_RECORDED, format_table
 
 README, BENCHMARKS = Path('README.md'), Path('benchmarks/README.md')
 LATENCY, ABSORB, NORMS, DEPLOY, TRAIN = (
@@ -128,14 +128,14 @@ def absorbed_rows() -> dict[str, list[dict]]:
 
 
 def absorbed_summary() -> str:
-    """Mean AP of teachers and absorbed detectors, and the lines of the full table between them."""
-    datasets, ways = absorbed_rows(), ('teacher', 'fewest norms', 'all gone')
+    """Mean AP of teachers and of detectors without norms, and their difference as in the full table."""
+    datasets, ways = absorbed_rows(), ('teacher', 'all gone')
     lines = absorption_table(datasets).splitlines()
     means = [' | '.join(spread(by_seed(rows, way).values()) for rows in datasets.values()) for way in ways]
     # Of the full table: titles, rule, teacher, fewest norms, norms kept, difference, all gone, difference.
-    for line, cells in zip((2, 3, 6), means, strict=True):
+    for line, cells in zip((2, 6), means, strict=True):
         lines[line] = f'| {lines[line].split("|")[1].strip()} | {cells} |'
-    return '\n'.join(lines[:8])
+    return '\n'.join([*lines[:3], *lines[6:8]])
 
 
 def channels_ap_table(title: str) -> str:
@@ -249,7 +249,6 @@ def study(name: str) -> str:
 
 
 PROCESSORS = [file for files in runtimes.PROCESSORS.values() for file in files]
-LOSSES = sorted(path.stem for kind in ('absorb', 'ffn') for path in FOLDER.glob(f'{kind}_*.json'))
 BLOCKS: dict[tuple[Path, str], Block] = {
     (README, 'processors'): Block([*PROCESSORS, 'gpu', 'int8'], runtimes.processors_table),
     (README, 'quick start'): Block(['quickstart'], lambda: quickstart.table(load('quickstart'))),
@@ -266,8 +265,6 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (BENCHMARKS, 'training'): Block(['training_cost_cpu'], training_table),
     (BENCHMARKS, 'grid'): Block(['grid_hard'], lambda: grid.table(load('grid_hard').rows)),
     (BENCHMARKS, 'absorbed'): Block([*ABSORBED.values()], lambda: absorption_table(absorbed_rows())),
-    (BENCHMARKS, 'loss'): Block(LOSSES, lambda: loss.table(loss.find_students())),
-    (BENCHMARKS, 'loss of heads'): Block(LOSSES, lambda: loss.heads_table(loss.find_students(with_heads=True))),
     (BENCHMARKS, 'channels'): Block(['absorb_bccd_600'], partial(channels_ap_table, 'box AP')),
     (BENCHMARKS, 'ablation'): Block(['absorb_ablation_bccd', 'absorb_ablation_dsb2018'], ablation_table),
     (BENCHMARKS, 'size'): Block(['absorb_size'], lambda: size.table(load('absorb_size'))),
@@ -383,7 +380,7 @@ def norms_sentences() -> list[Sentence]:
     absorbed = [
         number
         for dataset in ('bccd', 'dsb2018')
-        for number in with_interval(f'absorb_{dataset}_2000', 'fewest norms', 'teacher')
+        for number in with_interval(f'absorb_{dataset}_2000', 'all gone', 'teacher')
     ]
     return [
         Sentence(
@@ -571,9 +568,9 @@ def write_numbers(page: Path, sentence: Sentence) -> None:
 def write(root: Path) -> None:
     """Writes all tables and numbers into the pages below a folder."""
     for (page, mark), block in BLOCKS.items():
-        replace_block(root / page, mark, block.make())
+        replace_table(root / page, mark, block.make())
     for page in (LATENCY, ABSORB, NORMS, BENCHMARKS):
-        replace_block(root / page, 'unrecorded', describe_unrecorded(page))
+        replace_table(root / page, 'unrecorded', describe_unrecorded(page))
     for page, sentences in SENTENCES.items():
         for sentence in sentences():
             write_numbers(root / page, sentence)
@@ -581,9 +578,7 @@ def write(root: Path) -> None:
 
 def draw(folder: Path) -> None:
     """Draws the pictures of docs/ into a folder."""
-    figure.draw(folder / 'absorbed.svg')
     runtimes.draw(load('runtimes').select(size='800x1216', scope='detector'), folder / 'latency.svg')
-    optimize.draw(folder / 'optimize.svg')
 
 
 def main() -> None:

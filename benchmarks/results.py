@@ -7,27 +7,16 @@ device and the versions. What an old file does not hold is "not recorded".
 """
 
 import json
-import os
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from slab_det.measure.environment import describe_environment
+from slab_det.runtime.record import describe_commit, describe_environment, to_plain
 from slab_det.runtime.run_folder import locked, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / 'benchmarks' / 'results'
-NOT_RECORDED = 'not recorded'
-
-
-def describe_commit() -> str:
-    """The commit of this tree, with '-dirty' if files were changed since; without git, the variable SLAB_DET_COMMIT."""
-    command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get('SLAB_DET_COMMIT', NOT_RECORDED)
 
 
 class Results:
@@ -36,24 +25,21 @@ class Results:
     Args:
         path: The file, which need not exist.
         device: Device that new rows are measured on.
-        host: What the environment of new rows says beyond :func:`describe_environment`.
         setting: What holds for every row.
 
     Raises:
         ValueError: If the file was measured in another setting.
     """
 
-    def __init__(
-        self, path: Path, device: str = 'cpu', host: Mapping[str, object] | None = None, **setting: object
-    ) -> None:
+    def __init__(self, path: Path, device: str = 'cpu', **setting: object) -> None:
         self.path, self.device = path, device
         # Of the code that is loaded: files may change while a study runs.
-        self.host = dict(commit=describe_commit(), **host or {})
+        self.commit = describe_commit()
         self.environments: list[dict] = []
         self.rows: list[dict] = []
-        stored = self._read()
-        self.setting: dict = json.loads(json.dumps(setting)) | stored.get('setting', {})
-        for key, value in json.loads(json.dumps(setting)).items():
+        stored, setting = self._read(), to_plain(setting)
+        self.setting: dict = setting | stored.get('setting', {})
+        for key, value in setting.items():
             if self.setting[key] != value:
                 raise ValueError(f'{path} has {key} {self.setting[key]}, not {value}; move it away or write elsewhere')
 
@@ -73,7 +59,7 @@ class Results:
             identity: What tells the row from others, such as its name and seed.
             values: What was measured.
         """
-        environment = self.host | describe_environment(self.device)
+        environment = describe_environment(self.device) | dict(commit=self.commit)
         with locked(self.path):
             self._read()
             if environment not in self.environments:
@@ -98,9 +84,10 @@ class Results:
 
     def write(self) -> None:
         """Writes the file, one line for each row."""
+        dumps = partial(json.dumps, allow_nan=False)
         lists = [
-            f' "{key}": [\n  ' + ',\n  '.join(map(json.dumps, values)) + '\n ]'
+            f' "{key}": [\n  ' + ',\n  '.join(map(dumps, values)) + '\n ]'
             for key, values in (('environments', self.environments), ('rows', self.rows))
         ]
         with whole_file(self.path) as name:
-            name.write_text('{\n' + ',\n'.join([f' "setting": {json.dumps(self.setting)}', *lists]) + '\n}\n')
+            name.write_text('{\n' + ',\n'.join([f' "setting": {dumps(self.setting)}', *lists]) + '\n}\n')

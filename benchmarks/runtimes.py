@@ -34,7 +34,7 @@ from slab_det.export import (
 from slab_det.fusion.channels import find_channels, resize_channels
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 from slab_det.measure.timer import PAUSE_SECONDS, time_in_turns
 from slab_det.measure.untrained import prepare_untrained
 from slab_det.runtime.memory import keep_freed_memory
@@ -66,7 +66,6 @@ class Row(NamedTuple):
         type: Type of the backbone, in place of the config's.
         kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens; None for all.
         eighths: Eighths of the channels that stay, by place, without a fit: :func:`remove_channels`.
-        ffn: Share of the hidden channels that absorption removes from each FFN.
     """
 
     config: str
@@ -75,7 +74,6 @@ class Row(NamedTuple):
     type: str = ''
     kept: int | None = None
     eighths: Mapping[str, int] | None = None
-    ffn: float = 0.0
 
 
 SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
@@ -141,15 +139,13 @@ def build(row: Row) -> nn.Module:
         remove_channels(model, row.eighths)
         # Other weights find other numbers of objects.
         prepare_untrained(model)
-    if row.kept is None and not row.ffn:
+    if row.kept is None:
         return model
     images = [torch.randn(1, 3, 64, 64)]
-    absorb = partial(slab_det.absorb, model, images, progress=False, ffn=row.ffn)
-    if row.kept is None:
-        return absorb(keep='all')
-    everything = absorb(keep=0)
+    absorb = partial(slab_det.absorb, model, images, 1, progress=False)
+    everything = absorb('remove')
     names = [norm.norm for norm in everything.absorption_report.norms][: row.kept]
-    return absorb(keep=names) if names else everything
+    return absorb(names) if names else everything
 
 
 def remove_channels(model: nn.Module, eighths: Mapping[str, int]) -> None:

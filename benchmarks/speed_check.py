@@ -17,7 +17,7 @@ import torch
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 
 STOCK = {'type': 'SwinTransformer'}
 
@@ -89,7 +89,7 @@ def main() -> None:
             if args.store:
                 made = dict(base=base_name, base_ms=base.median_ms, rounds=args.rounds, repeats=args.repeat)
                 stored.add(identity, {**here, **made})
-        titles = ('model', f'this commit ({stored.host["commit"]})', 'stored', 'this commit / stored')
+        titles = ('model', f'this commit ({stored.commit})', 'stored', 'this commit / stored')
         print(f'\n{scope}, over {base_name} at {base.median_ms:.1f} ms\n\n{format_table(titles, lines)}')
 
 

@@ -11,9 +11,8 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 import argparse
 from collections.abc import Callable
 from itertools import accumulate
-from statistics import median
-from timeit import timeit
 
+import numpy as np
 import torch
 from mmdet.registry import MODELS
 from mmdet.testing import demo_mm_inputs
@@ -24,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.checkpoints import build_detector
-from slab_det.measure.markdown import format_table
+from slab_det.measure.timer import compare_times, time_in_turns
+from slab_det.runtime.record import format_table
 from slab_det.norms import set_gamma
-from slab_det.runtime.progress import Progress
 
 BACKBONES = {
     'Swin-T': dict(type='SLABSwin'),
@@ -53,8 +52,6 @@ class Step:
         self.optimizer.zero_grad()
         self.loss(self.model).backward()
         self.optimizer.step()
-        if self.device.type == 'cuda':
-            torch.cuda.synchronize(self.device)
 
 
 def peak_bytes(step: Step) -> int:
@@ -116,22 +113,13 @@ def _with_each_norm(step: Callable[..., Step], layer_norm: dict) -> dict[str, St
 
 def measure(rows: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
     """Median time and peak memory of a step, and their ratios to the first row, for every row."""
-    for step in rows.values():
-        for _ in range(2):
-            step()
-    times = {name: [] for name in rows}
-    for i in Progress(range(rounds)):
-        # Each round begins with another row: in a fixed order each row would always follow the same one.
-        first = i % len(rows)
-        for name in [*list(rows)[first:], *list(rows)[:first]]:
-            times[name].append(timeit(rows[name], number=1))
+    base, first = next(iter(rows.items()))
+    times = time_in_turns(rows, rounds, warmup=2, device=first.device)
     memory = {name: peak_bytes(step) for name, step in rows.items()}
-    base = next(iter(rows))
     return {
         name: dict(
-            median_ms=1e3 * median(times[name]),
-            # The median of the ratios within a round: a slow minute of the machine is in both.
-            time_ratio=median(t / b for t, b in zip(times[name], times[base], strict=True)),
+            median_ms=float(np.median(times[name])),
+            time_ratio=compare_times(times[name], times[base]).ratio,
             peak_mib=memory[name] / 2**20,
             memory_ratio=memory[name] / memory[base],
         )

@@ -1,4 +1,4 @@
-"""Converts the checkpoint of a LayerNorm detector, or pretrained weights: see slab_det/cli/convert_checkpoint.py."""
+"""Converts pretrained weights of a backbone: see slab_det/cli/convert_checkpoint.py."""
 
 from slab_det_command import run
 

@@ -11,10 +11,12 @@ from unittest import mock
 from torch import Tensor, nn
 
 import slab_det
-from slab_det.absorption import student
-from slab_det.absorption.budget import Survey
+from slab_det.absorption import steps, student
+from slab_det.absorption.images import read_images
+from slab_det.absorption.pair import Pair
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.regression import Affine, CrossMoments
+from slab_det.absorption.survey import Survey
 
 
 def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
@@ -32,10 +34,10 @@ def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(student, 'copy_teacher', copy_without_activations),
-        mock.patch.object(student.Absorption, '_differs_from_teacher', lambda self: True),
+        mock.patch.object(Pair, 'differs', lambda self: True),
     ):
-        plan = make_plan(teacher.eval(), images, Path(folder), channels='ffn', norms=False)
-        return student.absorb_norms(plan, progress=False)
+        plan = make_plan(teacher.eval(), read_images(teacher, images, Path(folder)), True, 'keep')
+        return student.make_student(plan, {}, Path(folder), progress=False)
 
 
 def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
@@ -45,18 +47,18 @@ def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
         return Affine(prior, moments.mean_y - prior @ moments.mean_x)
 
     with (
-        mock.patch.object(student, 'choose_fit', keep_prior),
-        mock.patch.object(student.Absorption, '_differs_from_teacher', lambda self: False),
+        mock.patch.object(steps, 'choose_fit', keep_prior),
+        mock.patch.object(Pair, 'differs', lambda self: False),
     ):
-        return slab_det.absorb(teacher, images, keep=0, progress=False)
+        return slab_det.absorb(teacher, images, 1, 'remove', progress=False)
 
 
 class BlockSurvey(Survey):
-    """The places of the backbone's blocks; their multiply-adds are all that is counted."""
+    """The units of the backbone's blocks; their multiply-adds are all that is counted."""
 
     def __init__(self, plan: AbsorptionPlan) -> None:
         super().__init__(plan)
-        self.places = {name: place for name, place in self.places.items() if name.startswith('backbone.')}
+        self.prices = {name: prices for name, prices in self.prices.items() if name.startswith('backbone.')}
         self.layers = {layer: value for layer, value in self.layers.items() if layer.startswith('backbone.')}
         self.total = sum(cost for cost, _ in self.layers.values())
         self.counts: Mapping[str, int] = {}
@@ -74,4 +76,4 @@ class BlockSurvey(Survey):
 def with_thin_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:
     """Only this share of the blocks' multiply-adds is left, or the least possible; neck, heads and norms stay."""
     with mock.patch.object(import_module('slab_det.absorption.absorb'), 'Survey', BlockSurvey):
-        return slab_det.absorb(teacher, images, keep='all', channels=share, progress=False)
+        return slab_det.absorb(teacher, images, share, progress=False)

@@ -16,11 +16,14 @@ and added to benchmarks/results/grid_NAME.json.
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
+import math
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 from unittest import mock
@@ -33,14 +36,16 @@ from torch.utils.data import DataLoader
 from benchmarks.absorb.run import IN_PROCESS
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
-from slab_det.absorption import refit, student
+from slab_det.absorption import refit, steps
+from slab_det.absorption.images import read_images
+from slab_det.absorption.plan import make_plan
 from slab_det.absorption.regression import CrossMoments, rank_channels
-from slab_det.absorption.student import channels_left
+from slab_det.absorption.student import make_student
 from slab_det.checkpoints import build_detector
 from slab_det.preflight import set_data_root
-from slab_det.fusion.channels import HiddenChannels, find_channels, keep_channels
+from slab_det.fusion.channels import ChannelUnit, find_channels, keep_channels
 from slab_det.measure.evaluate import evaluate
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 from slab_det.recalibration import recalibration_dataloader
 from slab_det.runtime.batches import one_pass, prepare_inputs
 from slab_det.runtime.copying import copy_module
@@ -54,14 +59,14 @@ class Hidden(NamedTuple):
     """An FFN and its hidden values on the images of the teacher.
 
     Attributes:
-        place: The FFN.
+        unit: The FFN.
         moments: Sums over the hidden values as x, and the outputs of fc2 without its bias as y.
         active: The share of tokens with a positive value, (C,).
         u, w: Weights of fc1, (C, C_in), and fc2, (C_out, C), in float64.
         bias: That of fc2, (C_out,).
     """
 
-    place: HiddenChannels
+    unit: ChannelUnit
     moments: CrossMoments
     active: Tensor
     u: Tensor
@@ -95,11 +100,11 @@ class Hidden(NamedTuple):
 
 @torch.no_grad()
 def look(teacher: nn.Module, images: DataLoader) -> dict[str, Hidden]:
-    """Reads the hidden values of every FFN of the backbone in one pass, by the name of the place."""
-    places = {
-        name: place
-        for name, place in find_channels(teacher).items()
-        if name.startswith('backbone.') and not place.tokens and not place.reason
+    """Reads the hidden values of every FFN of the backbone in one pass, by the name of the unit."""
+    units = {
+        name: unit
+        for name, unit in find_channels(teacher).items()
+        if name.startswith('backbone.') and not unit.tokens and not unit.reason
     }
     moments: dict[str, CrossMoments] = defaultdict(CrossMoments)
     active: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
@@ -112,31 +117,34 @@ def look(teacher: nn.Module, images: DataLoader) -> dict[str, Hidden]:
 
     prepare = prepare_inputs(teacher, images)
     with ExitStack() as stack:
-        for name, place in places.items():
-            reader = teacher.get_submodule(place.readers[0])
+        for name, unit in units.items():
+            reader = teacher.get_submodule(unit.readers[0])
             hook = reader.register_forward_pre_hook(lambda module, args, name=name: see(name, args[0]))
             stack.callback(hook.remove)
         for batch in one_pass(images):
             teacher.extract_feat(prepare(batch)[0])
     found = {}
-    for name, place in places.items():
-        u, w = (
-            teacher.get_submodule(layer).weight.flatten(1).double() for layer in (place.writers[0], place.readers[0])
-        )
+    for name, unit in units.items():
+        u, w = (teacher.get_submodule(layer).weight.flatten(1).double() for layer in (unit.writers[0], unit.readers[0]))
         moments[name].xy = moments[name].xx @ w.T
-        bias = teacher.get_submodule(place.readers[0]).bias.double()
-        found[name] = Hidden(place, moments[name], active[name] / moments[name].count, u, w, bias)
+        bias = teacher.get_submodule(unit.readers[0]).bias.double()
+        found[name] = Hidden(unit, moments[name], active[name] / moments[name].count, u, w, bias)
     return found
+
+
+def channels_left(count: int, share: float) -> int:
+    """The number of channels that stay, a multiple of 8, when a share of them stays."""
+    return 8 * max(1, math.ceil(share * count / 8 - 1e-9))
 
 
 def prune(teacher: nn.Module, hidden: Mapping[str, Hidden], selector: str, fit: str, share: float) -> nn.Module:
     """A pruned copy of the teacher, with a fit that needs only the hidden values."""
     model = copy_module(teacher)
     for found in hidden.values():
-        stay = found.order(selector)[-channels_left(found.place.count, 1 - share) :].sort().values
+        stay = found.order(selector)[-channels_left(found.unit.count, share) :].sort().values
         weight, bias = found.fit(fit, stay)
-        keep_channels(model, found.place, stay)
-        reader = model.get_submodule(found.place.readers[0])
+        keep_channels(model, found.unit, stay)
+        reader = model.get_submodule(found.unit.readers[0])
         with torch.no_grad():
             reader.weight.copy_(weight.view_as(reader.weight))
             reader.bias.copy_(bias)
@@ -144,14 +152,14 @@ def prune(teacher: nn.Module, hidden: Mapping[str, Hidden], selector: str, fit: 
 
 
 def with_order(orders: Mapping[str, Tensor]) -> AbstractContextManager:
-    """Lets absorption remove channels in these orders, by the name of the place."""
-    original = student.prune_and_refit
+    """Lets absorption remove channels in these orders, by the name of the unit."""
+    original = steps.prune_and_refit
 
-    def replaced(model: nn.Module, place: HiddenChannels, *args: object) -> float:
-        with mock.patch.object(refit, 'rank_channels', lambda *_: (orders[place.name], None)):
-            return original(model, place, *args)
+    def replaced(model: nn.Module, unit: ChannelUnit, *args: object) -> float:
+        with mock.patch.object(refit, 'rank_channels', lambda *_: (orders[unit.name], None)):
+            return original(model, unit, *args)
 
-    return mock.patch.object(student, 'prune_and_refit', replaced)
+    return mock.patch.object(steps, 'prune_and_refit', replaced)
 
 
 def table(rows: list[dict]) -> str:
@@ -209,12 +217,12 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         images = recalibration_dataloader(cfg, count, 'test')
         hidden = look(teacher, images)
         for share, selector, fit in product(args.shares, args.selectors, args.fits):
-            make = partial(make_student, teacher, images, hidden, selector, fit, share)
+            make = partial(pruned_student, teacher, images, hidden, selector, fit, share)
             row = dict(name='student', selector=selector, fit=fit, share=share, images=count, seed=args.seed)
             print(results.measure_once(row, lambda make=make: measured(make())), flush=True)
 
 
-def make_student(
+def pruned_student(
     teacher: nn.Module, images: DataLoader, hidden: Mapping[str, Hidden], selector: str, fit: str, share: float
 ) -> nn.Module:
     """A pruned copy of the teacher."""
@@ -222,8 +230,10 @@ def make_student(
         return prune(teacher, hidden, selector, fit, share)
     orders = {name: found.order(selector) for name, found in hidden.items()}
     # Ours orders the channels by the student's hidden values.
-    with nullcontext() if selector == 'ours' else with_order(orders):
-        return slab_det.absorb(teacher, images, keep='all', ffn=1 - share, progress=False)
+    counts = {name: channels_left(found.unit.count, share) for name, found in hidden.items()}
+    with nullcontext() if selector == 'ours' else with_order(orders), tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(teacher, read_images(teacher, images, Path(folder)), True, 'keep')
+        return make_student(plan, counts, Path(folder), progress=False)
 
 
 if __name__ == '__main__':

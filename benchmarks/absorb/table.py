@@ -3,12 +3,12 @@
 from statistics import mean
 
 from benchmarks.norms.table import by_seed, spread, t_interval
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 
 # Way of benchmarks/absorb/run.py: label in the table.
 LABELS = {
     'teacher': 'LayerNorm, the teacher',
-    'fewest norms': '**absorbed, `--keep auto`**',
+    'fewest norms': "absorbed, fewest norms kept (`keep='auto'`)",
     'all gone': 'absorbed, none kept',
     'for int8': 'absorbed for int8 (`--int8`), none kept',
     'control': 'LayerNorm, 150 more iterations',
@@ -69,8 +69,7 @@ STUDENTS = {
     'channels 0.33, tuned without labels': '... and 150 iterations without labels',
     'channels auto': '`--channels auto`',
     'thin blocks': 'only attention and FFNs, share of theirs',
-    'fewest norms': 'norms: `--keep auto`',
-    'all gone': 'norms: `--keep none`',
+    'all gone': 'norms: `--channels 1 --norms remove`',
     'affine FFNs': 'control: each FFN its best affine map',
     'norms as scales': 'control: each norm a scale per channel',
 }

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from benchmarks.norms.table import replace_block, study_table
+from benchmarks.norms.table import replace_table, study_table
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.measure.report_file import AP_KINDS, ap_from_metrics, read_report
 
@@ -156,7 +156,7 @@ def publish(study: str, page: Path, folder: Path) -> None:
     results = Results(folder / f'norms_{study}.json')
     table = study_table(results.rows, results.setting['metric'])
     print(table)
-    replace_block(page, f'norms {study}', table)
+    replace_table(page, f'norms {study}', table)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from slab_det.measure.markdown import format_table
+from slab_det.runtime.record import format_table
 
 # 97.5 % quantiles of Student's t by degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
 T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -52,18 +52,18 @@ def spread(values: Sequence[float], form: str = '{:.1f}') -> str:
     return f'{mean} ± {statistics.stdev(values):.1f}' if len(values) > 1 else mean
 
 
-def replace_block(page: Path, mark: str, block: str) -> None:
+def replace_table(page: Path, mark: str, table: str) -> None:
     """Writes a table or a paragraph below the line ``<!-- mark -->`` of a page, in place of the lines that are there.
 
-    The block ends at the next empty line. Words around it stay as they are: they are written by hand.
+    It ends at the next empty line. Words around it stay as they are: they are written by hand.
 
     Raises:
         ValueError: If the page has no such line.
     """
     line = f'<!-- {mark} -->\n'
     if line not in page.read_text():
-        raise ValueError(f'{page} has no line {line.strip()}; write it where the block belongs')
-    text = re.sub(rf'(?<={re.escape(line)})(?:.+(?:\n|\Z))*', lambda _: f'{block}\n', page.read_text())
+        raise ValueError(f'{page} has no line {line.strip()}; write it where the table belongs')
+    text = re.sub(rf'(?<={re.escape(line)})(?:.+(?:\n|\Z))*', lambda _: f'{table}\n', page.read_text())
     page.write_text(text)
 
 

@@ -1,52 +1,51 @@
-"""The report of an absorption: the outcome and the error of each LayerNorm and each place with hidden channels."""
+"""The report of an absorption: the outcome and the error of each LayerNorm and each unit of hidden channels."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
-from slab_det.compare.agreement import describe_loss
+from slab_det.compare.ruler import RetainedAP, describe_loss
+from slab_det.runtime.record import Record
 
-# The reason given for norms that ``keep='all'`` keeps.
+# The reason given for norms that could be absorbed.
 KEPT_BY_CHOICE = 'kept by choice'
 
 
 @dataclass(frozen=True)
 class NormAbsorption:
-    """Outcome and errors of one LayerNorm; :class:`slab_det.fusion.NormFusion` names the layers it was folded into.
-
-    Both errors are shares of the variance of the norm's output, on held-out batches; None where nothing was measured.
+    """Outcome and error of one LayerNorm; :class:`slab_det.fusion.NormFusion` names the layers it was folded into.
 
     Attributes:
         norm: Dotted name of the norm.
         outcome: 'absorbed' or 'kept'.
         reason: Why the norm was kept, or ''.
-        own: Error of the best affine map of the teacher's input: how far the norm is from affine.
-        left: Error of the folded map, which reads the student's input. Earlier layers cause what exceeds ``own``.
+        left: Error of the folded map as a share of the variance of the norm's output, on held-out batches; None where
+            nothing was fitted.
     """
 
     norm: str
     outcome: Literal['absorbed', 'kept']
     reason: str = ''
-    own: float | None = None
     left: float | None = None
 
 
 @dataclass(frozen=True)
 class ChannelAbsorption:
-    """Outcome and error of one place with hidden channels, see :class:`slab_det.fusion.Channels`.
+    """Outcome and error of one unit of hidden channels, see :class:`slab_det.fusion.Channels`.
 
     Attributes:
-        place: Dotted name of the place.
-        channels: Number of hidden channels before; None where the place was left alone.
+        unit: Dotted name of the unit.
+        channels: Number of hidden channels before; None where the unit was left alone.
         kept: Number of hidden channels after.
-        reason: Why the place was left alone, or ''.
+        reason: Why the unit was left alone, or ''.
         left: Mean squared error of the refitted readers on held-out batches, as a share of a variance: that of the
             teacher's residual stream behind them, or of the teacher's outputs in a head.
         logits: In an attention, the share of the logits' second moment that queries and keys of lower rank lose.
     """
 
-    place: str
+    unit: str
     channels: int | None = None
     kept: int | None = None
     reason: str = ''
@@ -55,20 +54,22 @@ class ChannelAbsorption:
 
 
 @dataclass
-class AbsorptionReport:
+class AbsorptionReport(Record):
     """Report of :func:`slab_det.absorb`.
 
     Attributes:
-        norms: The LayerNorms: those that were fitted in the order of their calls, then those that cannot be absorbed.
+        norms: The LayerNorms: those that were absorbed in the order of their calls, then those that stay.
         refits: For each refitted layer, by name, the mean squared distance of the student's stream from the teacher's,
             over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
             are those that write the residual stream, the neck's convolutions, and the heads' layers that read maps
             which lost channels.
-        channels: The places with hidden channels, in the order of their calls, where channels were to be removed.
+        channels: The units of hidden channels, in the order of their calls, where channels were to be removed.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.
-        agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
-            detections cannot be compared.
+        retained_ap: Share of the teacher's AP that the student retains, estimated on held-out images without labels
+            (:func:`slab_det.compare.ruler.retained_ap`); None where the teacher finds nothing (again), or detections
+            cannot be compared.
+        retained_ap_error: Standard error of this share; None where a single image was compared.
         held_out: Whether these images were held out; with fewer than five batches they are those that were fitted.
         num_images: Number of images compared; 0 where detections cannot be compared.
         num_detections: Number of the teacher's detections in these images.
@@ -78,7 +79,8 @@ class AbsorptionReport:
     refits: dict[str, float] = field(default_factory=dict)
     channels: list[ChannelAbsorption] = field(default_factory=list)
     multiply_adds: tuple[int, int] | None = None
-    agreement: float | None = None
+    retained_ap: float | None = None
+    retained_ap_error: float | None = None
     held_out: bool = True
     num_images: int = 0
     num_detections: int = 0
@@ -90,41 +92,46 @@ class AbsorptionReport:
 
     @property
     def pruned(self) -> list[ChannelAbsorption]:
-        """The places that lost channels."""
-        return [place for place in self.channels if not place.reason]
+        """The units that lost channels."""
+        return [unit for unit in self.channels if not unit.reason]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of channels left in each unit that lost some, by its name."""
+        return {unit.unit: unit.kept for unit in self.pruned}
 
     def describe_loss(self) -> str:
-        """Says what the agreement tells about the loss of AP."""
-        return describe_loss(self.agreement, self.num_detections, self.held_out)
+        """Says what the share tells about the loss of AP."""
+        if not self.held_out:
+            return 'the loss of AP is unknown, because nothing was held out: give at least 5 batches of images'
+        error = math.inf if self.retained_ap_error is None else self.retained_ap_error
+        return describe_loss(RetainedAP(self.retained_ap, error), self.num_detections)
+
+    def describe_nothing(self) -> str:
+        """Says why the share is unknown where detections can be compared."""
+        again = ' that it finds again when they are mirrored' if self.num_detections else ''
+        return f'the teacher finds nothing in {self._images}{again}'
 
     @property
     def _images(self) -> str:
         return f'{self.num_images} {"held-out" if self.held_out else "fitted"} images'
 
-    def rank(self) -> list[str]:
-        """The norms that were fitted, the least affine first."""
-        return [norm.norm for norm in sorted(self.norms, key=lambda norm: -(norm.own or 0)) if norm.own is not None]
-
-    def to_dict(self) -> dict:
-        """The attributes as values that JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of ``to_dict``."""
         kinds = dict(norms=NormAbsorption, channels=ChannelAbsorption)
         return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
         absorbed = [norm for norm in self.norms if norm.outcome == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
-        if self.agreement is not None:
+        if self.retained_ap is not None:
             lines[0] += (
-                f'; agreement with the teacher on {self.num_detections} detections in {self._images}: '
-                f'{self.agreement:.3f}; {self.describe_loss()}'
+                f'; AP retained, by {self.num_detections} detections in {self._images}: {self.retained_ap:.1%}; '
+                f'{self.describe_loss()}'
             )
         elif self.num_images:
-            lines[0] += f'; agreement is undefined: the teacher finds nothing in {self._images}'
+            lines[0] += f'; the AP retained is unknown: {self.describe_nothing()}'
         chosen = [norm for norm in self.kept if norm.reason == KEPT_BY_CHOICE]
         lines += [f'  {len(chosen)} {KEPT_BY_CHOICE}'] if chosen else []
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept if norm not in chosen]
@@ -132,19 +139,19 @@ class AbsorptionReport:
             worst = max(absorbed, key=lambda norm: norm.left)
             lines.append(
                 f'  error, as a share of variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on '
-                f"average, largest at {worst.norm}: {worst.left:.1%}, on the teacher's input {worst.own:.1%}"
+                f'average, largest at {worst.norm}: {worst.left:.1%}'
             )
         if self.pruned:
-            worst = max(self.pruned, key=lambda place: place.left)
+            worst = max(self.pruned, key=lambda unit: unit.left)
             lines.append(
-                f'channels removed in {len(self.pruned)} places, {sum(place.kept for place in self.pruned)} of '
-                f'{sum(place.channels for place in self.pruned)} left; error, as a share of variance: '
-                f'largest at {worst.place}: {worst.left:.1%}'
+                f'channels removed in {len(self.pruned)} units, {sum(unit.kept for unit in self.pruned)} of '
+                f'{sum(unit.channels for unit in self.pruned)} left; error, as a share of variance: '
+                f'largest at {worst.unit}: {worst.left:.1%}'
             )
         if self.multiply_adds:
             before, after = self.multiply_adds
             scale, unit = (1e9, 'billion') if before >= 1e10 else (1e6, 'million')
             counts = f'{after / scale:.1f} of {before / scale:.1f} {unit}'
             lines.append(f'multiply-adds: {counts} left, {after / before:.0%}')
-        lines += [f'  {place.place}: left alone, {place.reason}' for place in self.channels if place.reason]
-        return '\n'.join(lines)
+        lines += [f'  {unit.unit}: left alone, {unit.reason}' for unit in self.channels if unit.reason]
+        return lines

@@ -74,7 +74,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
         model: The teacher, which prepares them.
         batches: What a data loader yields, or image tensors (B, 3, H, W).
         folder: Takes the image tensors that do not fit into memory.
-        heads: Whether heads will run; see :func:`~slab_det.families.find_absorbed`.
+        heads: Whether heads will run, where :func:`~slab_det.families.find_absorbed` knows them.
 
     Raises:
         ConversionError: If there is no batch.
@@ -84,18 +84,18 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     held_out.dataset = getattr(batches, 'dataset', None)
     prepare, unit = prepare_inputs(model, batches), _crop_unit(model)
     number = len(batches) if isinstance(batches, Sized) else 100
-    find_regions = find_absorbed(model).find_regions if heads else None
+    family = find_absorbed(model) if heads else None
     for index, batch in enumerate(one_pass(batches)):
         inputs, samples = prepare(batch)
         share = IMAGES / number / len(inputs)
         if index == 0:
             store.put(str(WHOLE), inputs)
-            if heads:
-                regions[WHOLE] = find_regions(model, inputs, samples, math.inf)
+            if family:
+                regions[WHOLE] = family.find_regions(model, inputs, samples, math.inf)
         if unit and inputs.ndim == 4:
             inputs, samples = _crop(inputs, samples, share * CROP, unit, index)
-        if heads:
-            regions[index] = find_regions(model, inputs, samples, min(1.0, share))
+        if family:
+            regions[index] = family.find_regions(model, inputs, samples, min(1.0, share))
         store.put(str(index), inputs)
         digest.update(to_bytes(inputs))
         count = index + 1
@@ -108,7 +108,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     if not held_out:
         held_out.extend(first)
         MMLogger.get_current_instance().warning(
-            f'{count} batches: none is held out, so agreement and errors are measured on images that were fitted; '
+            f'{count} batches: none is held out, so losses and errors are measured on images that were fitted; '
             f'give at least {HELD_OUT} batches: a smaller batch size or more images'
         )
     return Images(store, count, held_out, digest, regions)
@@ -133,7 +133,7 @@ def _crop(
         samples: One for each image.
         pixels: Number of pixels that suffice.
         unit: The sides and the corner of the crop are multiples of it, except at the border of the images.
-        seed: Chooses the place of the crop.
+        seed: Chooses the corner of the crop.
     """
     scale, generator, parts = math.sqrt(pixels / images[0, 0].numel()), random.Random(seed), []
     if scale >= 1:

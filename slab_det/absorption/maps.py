@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.absorption.regression import CrossMoments, measured_part, rank_channels
-from slab_det.fusion.channels import HiddenChannels, input_weight, keep_channels, set_input_weight
+from slab_det.fusion.channels import ChannelUnit, input_weight, keep_channels, set_input_weight
 
 
 @torch.no_grad()
-def sensitivity(model: nn.Module, place: HiddenChannels, moments: CrossMoments) -> Tensor:
+def sensitivity(model: nn.Module, unit: ChannelUnit, moments: CrossMoments) -> Tensor:
     """How much an error of the maps changes the outputs of the readers, (C, C).
 
     With W_p the weight of a reader at position p of its kernel or of its region, and S the second moments of the maps,
@@ -20,12 +20,12 @@ def sensitivity(model: nn.Module, place: HiddenChannels, moments: CrossMoments) 
 
     Args:
         model: The student.
-        place: The place of the channels, before any goes.
+        unit: The channels of the maps, before any goes.
         moments: Sums of the maps about their means, as x.
     """
     total = torch.zeros_like(moments.xx)
-    for layer in map(model.get_submodule, place.readers):
-        weight = input_weight(layer).double().unflatten(1, (place.count, -1))
+    for layer in map(model.get_submodule, unit.readers):
+        weight = input_weight(layer).double().unflatten(1, (unit.count, -1))
         products = torch.einsum('cd,odp->ocp', moments.xx / moments.count, weight)
         variance = (products * weight).sum((1, 2)).clamp(min=1e-300)
         parts = (weight / (variance * len(weight)).sqrt()[:, None, None]).movedim(1, 0).flatten(1)
@@ -49,7 +49,7 @@ def rank_maps(moments: CrossMoments, sensitivity: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def combine_channels(
-    model: nn.Module, place: HiddenChannels, kept: int, moments: CrossMoments, held_out: CrossMoments
+    model: nn.Module, unit: ChannelUnit, kept: int, moments: CrossMoments, held_out: CrossMoments
 ) -> tuple[Tensor, float]:
     """Removes channels of the maps; the readers take the others for them, by one regression for all levels.
 
@@ -59,16 +59,16 @@ def combine_channels(
         The indices of the channels that stay, and the share of the variance of the readers' outputs that is lost, see
         :func:`sensitivity`, the mean over readers.
     """
-    weights = sensitivity(model, place, moments)
+    weights = sensitivity(model, unit, moments)
     stay = rank_maps(moments, weights)[0][-kept:].sort().values
-    matrix = moments.about_zero().project(torch.eye(place.count, device=stay.device), stay)
+    matrix = moments.about_zero().project(torch.eye(unit.count, device=stay.device), stay)
     matrix[stay] = torch.eye(kept, dtype=matrix.dtype, device=stay.device)
-    for layer in map(model.get_submodule, place.readers):
-        weight = input_weight(layer).double().unflatten(1, (place.count, -1))
+    for layer in map(model.get_submodule, unit.readers):
+        weight = input_weight(layer).double().unflatten(1, (unit.count, -1))
         weight[:, stay] = torch.einsum('ocp,ck->okp', weight, matrix)
         set_input_weight(layer, weight.flatten(1))
-    keep_channels(model, place, stay)
+    keep_channels(model, unit, stay)
     judge = measured_part(moments, held_out).about_zero()
-    rest = torch.eye(place.count, dtype=matrix.dtype, device=stay.device)
+    rest = torch.eye(unit.count, dtype=matrix.dtype, device=stay.device)
     rest[:, stay] -= matrix
-    return stay, float((weights * (rest @ judge.xx @ rest.T)).sum() / judge.count / len(place.readers))
+    return stay, float((weights * (rest @ judge.xx @ rest.T)).sum() / judge.count / len(unit.readers))

@@ -15,7 +15,7 @@ from slab_det.absorption.regression import (
     measured_part,
     rank_channels,
 )
-from slab_det.fusion.channels import HiddenChannels, columns_of, input_weight, keep_channels, set_input_weight
+from slab_det.fusion.channels import ChannelUnit, columns_of, input_weight, keep_channels, set_input_weight
 
 
 @torch.no_grad()
@@ -49,45 +49,47 @@ def refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMo
 
 @torch.no_grad()
 def prune_and_refit(
-    model: nn.Module, place: HiddenChannels, kept: int, levels: Sequence[tuple[CrossMoments, CrossMoments]]
+    model: nn.Module, unit: ChannelUnit, kept: int, levels: Sequence[tuple[CrossMoments, CrossMoments]]
 ) -> float:
     """Removes hidden channels and refits the layers that read them.
 
     Args:
         model: The student.
-        place: The place of the channels.
+        unit: The channels.
         kept: Number of channels to leave.
         levels: The sums to fit and to hold out, for the readers of each level: the channels and the readers' outputs.
 
     Returns:
         The squared error over the variance of the targets, the mean over levels.
     """
-    readers = [[*map(model.get_submodule, names)] for names in place.readers_of_levels]
+    readers = [[*map(model.get_submodule, names)] for names in unit.readers_of_levels]
     weights = [torch.cat([*map(input_weight, layers)]).double() for layers in readers]
-    # Outputs of several layers, such as classes and boxes, have different units.
-    apart = len(place.readers) > 1
-    units = [moments.deviation() if apart else torch.ones_like(moments.mean_y) for moments, _ in levels]
-    weights = [weight / unit[:, None] for weight, unit in zip(weights, units, strict=True)]
-    targets = [[part.divide_target(unit) for part in parts] for parts, unit in zip(levels, units, strict=True)]
+    # Outputs of several layers, such as classes and boxes, have different scales.
+    apart = len(unit.readers) > 1
+    scales = [moments.deviation() if apart else torch.ones_like(moments.mean_y) for moments, _ in levels]
+    weights = [weight / scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
+    targets = [[part.divide_target(scale) for part in parts] for parts, scale in zip(levels, scales, strict=True)]
     fitted = [
-        [_without_bias(part, layers, unit) for part in parts]
-        for parts, layers, unit in zip(targets, readers, units, strict=True)
+        [_without_bias(part, layers, scale) for part in parts]
+        for parts, layers, scale in zip(targets, readers, scales, strict=True)
     ]
-    joint = join_channels([moments for moments, _ in fitted], place.count)
-    order, _ = rank_channels(joint, place.heads, len(joint.xx) // place.count * place.group)
-    stay = columns_of(order[-kept // place.group :].sort().values, place.group)
+    joint = join_channels([moments for moments, _ in fitted], unit.count)
+    order, _ = rank_channels(joint, unit.heads, len(joint.xx) // unit.count * unit.group)
+    stay = columns_of(order[-kept // unit.group :].sort().values, unit.group)
     fits, errors = [], []
-    for weight, target, (moments, held_out), layers, unit in zip(weights, targets, fitted, readers, units, strict=True):
-        inputs = columns_of(stay, weight.shape[1] // place.count)
+    for weight, target, (moments, held_out), layers, scale in zip(
+        weights, targets, fitted, readers, scales, strict=True
+    ):
+        inputs = columns_of(stay, weight.shape[1] // unit.count)
         # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
         priors = moments.project(weight, inputs), weight[:, inputs]
         moments, held_out = moments.select(inputs), held_out.select(inputs)
         judge = measured_part(moments, held_out)
         fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
-        fits.append(Affine(fit.matrix * unit[:, None], fit.shift * unit))
-        shift = fit.shift + _fixed_bias(layers, unit)
+        fits.append(Affine(fit.matrix * scale[:, None], fit.shift * scale))
+        shift = fit.shift + _fixed_bias(layers, scale)
         errors.append(measured_part(*target).select(inputs).unexplained(fit._replace(shift=shift)))
-    keep_channels(model, place, stay)
+    keep_channels(model, unit, stay)
     for fit, layers in zip(fits, readers, strict=True):
         sizes = [len(input_weight(layer)) for layer in layers]
         for layer, matrix, shift in zip(layers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
@@ -102,18 +104,18 @@ def _has_fixed_bias(readers: Iterable[nn.Module]) -> bool:
     return any(layer.bias is None or isinstance(layer, nn.ConvTranspose2d) for layer in readers)
 
 
-def _fixed_bias(readers: Iterable[nn.Module], unit: Tensor) -> Tensor:
-    """The bias of each output of readers, over its unit, where they keep it; otherwise 0."""
+def _fixed_bias(readers: Iterable[nn.Module], scale: Tensor) -> Tensor:
+    """The bias of each output of readers, over its scale, where they keep it; otherwise 0."""
     biases = []
     for layer in readers:
         rows = len(input_weight(layer))
         fixed = _has_fixed_bias(readers) and layer.bias is not None
-        biases.append(layer.bias.repeat_interleave(rows // len(layer.bias)) if fixed else unit.new_zeros(rows))
-    return torch.cat(biases) / unit
+        biases.append(layer.bias.repeat_interleave(rows // len(layer.bias)) if fixed else scale.new_zeros(rows))
+    return torch.cat(biases) / scale
 
 
-def _without_bias(moments: CrossMoments, readers: Iterable[nn.Module], unit: Tensor) -> CrossMoments:
+def _without_bias(moments: CrossMoments, readers: Iterable[nn.Module], scale: Tensor) -> CrossMoments:
     """The sums for a fit of the readers: about zero and without the bias if they keep it."""
     if not _has_fixed_bias(readers):
         return moments
-    return moments.subtract_from_target(_fixed_bias(readers, unit)).about_zero()
+    return moments.subtract_from_target(_fixed_bias(readers, scale)).about_zero()

@@ -115,15 +115,22 @@ class CrossMoments:
         self.xy += self.xx @ weight.T
         self.mean_y += weight @ self.mean_x + bias.double()
 
+    def with_target(self, weight: Tensor) -> CrossMoments:
+        """Returns the sums for the target ``weight x``, weight (C_y, C_x)."""
+        other = copy(self)
+        other.mean_y, other.xy = weight @ self.mean_x, self.xx @ weight.T
+        other.yy = ((weight @ self.xx) * weight).sum(1)
+        return other
+
     def deviation(self) -> Tensor:
         """The standard deviations of y, (C_y,); 1 for a constant."""
         return (self.yy / self.count).sqrt().where(self.yy > 0, 1.0)
 
-    def divide_target(self, unit: Tensor) -> CrossMoments:
-        """Returns the sums for the target ``y / unit``, unit (C_y,)."""
+    def divide_target(self, scale: Tensor) -> CrossMoments:
+        """Returns the sums for the target ``y / scale``, scale (C_y,)."""
         other = copy(self)
         if self.count:
-            other.mean_y, other.xy, other.yy = self.mean_y / unit, self.xy / unit, self.yy / unit.square()
+            other.mean_y, other.xy, other.yy = self.mean_y / scale, self.xy / scale, self.yy / scale.square()
         return other
 
     def subtract_from_target(self, shift: Tensor) -> CrossMoments:

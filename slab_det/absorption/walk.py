@@ -71,7 +71,7 @@ class TensorStore:
 
 
 class Probe(NamedTuple):
-    """A place in a model: the first 'input' or first 'output' of a module, at its first call in a forward."""
+    """A point in a model: the first 'input' or first 'output' of a module, at its first call in a forward."""
 
     module: str
     side: str
@@ -112,7 +112,7 @@ class Walk:
         Args:
             batch: The index of the batch.
             block: The block to run. The blocks before it are finished.
-            probes: Places in the block.
+            probes: Points in the block.
             finish: The block, or a module in it, to finish with the output of this run; '' for none.
         """
         found = self._run(batch, block, probes, finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from slab_det.attention import ShiftedWindowAttention, SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN, PatchMerging
 from slab_det.norms.folds import CannotFold, find_hooks
-from slab_det.runtime.modes import set_mode
 
 MMDET_ATTENTIONS = (ShiftWindowMSA, SpatialReductionAttention)
 Module = TypeVar('Module', bound=nn.Module)
@@ -73,11 +73,27 @@ def check_two_layers(ffn: FFN) -> None:
         raise CannotFold('its FFN does not have two layers and a residual connection, or has a LayerScale')
 
 
-def _empty(theirs: nn.Module, make: Callable[[], Module]) -> Module:
-    """A module of slab_det in the mode of ``theirs``. On the meta device no weights are initialised."""
+def _take_layers(theirs: nn.Module, make: Callable[[], Module], **layers: nn.Module) -> Module:
+    """Makes a module of slab_det that holds the layers, parameters and buffers of a module of mmdet.
+
+    Args:
+        theirs: The module of mmdet.
+        make: Makes slab_det's module, with layers of its own, on the meta device: no weights are initialised.
+        layers: Layers that have another name in ``theirs``, or are slab_det's.
+
+    Raises:
+        AttributeError: If ``theirs`` lacks a layer of slab_det's module.
+    """
     with torch.device('meta'):
         own = make()
-    set_mode(own, theirs.training)
+    own.training = theirs.training
+    for parts in (own._modules, own._parameters, own._buffers):
+        for name, part in parts.items():
+            if type(part) is nn.Identity:
+                # In place of a norm that mmdet's module does not have.
+                part.training = theirs.training
+            elif part is not None:
+                parts[name] = layers[name] if name in layers else getattr(theirs, name)
     return own
 
 
@@ -85,54 +101,34 @@ def _own_window_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
     theirs = attn.w_msa
     if type(theirs) is not WindowMSA:
         raise CannotFold(f'its attention is a {type(theirs).__name__}')
-    w_msa = _empty(
-        theirs,
-        lambda: SoftmaxWindowAttention(
-            theirs.embed_dims,
-            theirs.num_heads,
-            attn.window_size,
-            attn_drop_rate=theirs.attn_drop.p,
-            qk_scale=theirs.scale,
-        ),
-    )
-    own = _empty(attn, lambda: ShiftedWindowAttention(w_msa, attn.shift_size, drop_path_rate=0.0))
-    w_msa.relative_position_bias_table = theirs.relative_position_bias_table
-    w_msa.relative_position_index = theirs.relative_position_index
-    w_msa.qkv, w_msa.proj, w_msa.proj_drop = theirs.qkv, theirs.proj, theirs.proj_drop
-    own.drop = attn.drop
-    return own
+    options = dict(attn_drop_rate=theirs.attn_drop.p, qk_scale=theirs.scale)
+    make = partial(SoftmaxWindowAttention, theirs.embed_dims, theirs.num_heads, attn.window_size, **options)
+    w_msa = _take_layers(theirs, make)
+    make = partial(ShiftedWindowAttention, w_msa, attn.shift_size, drop_path_rate=0.0)
+    return _take_layers(attn, make, w_msa=w_msa)
 
 
 def _own_map_attention(attn: SpatialReductionAttention) -> SoftmaxMapAttention:
     if not attn.batch_first:
         raise CannotFold('the inputs of its attention are not batch first')
-    own = _empty(attn, lambda: SoftmaxMapAttention(attn.embed_dims, attn.num_heads, attn_drop_rate=attn.attn.dropout))
-    own.attn, own.sr_ratio = attn.attn, attn.sr_ratio
-    own.proj_drop, own.drop = attn.proj_drop, attn.dropout_layer
-    if attn.sr_ratio > 1:
-        own.sr, own.norm = attn.sr, attn.norm
-    return own
+    options = dict(sr_ratio=attn.sr_ratio, attn_drop_rate=attn.attn.dropout)
+    make = partial(SoftmaxMapAttention, attn.embed_dims, attn.num_heads, **options)
+    return _take_layers(attn, make, drop=attn.dropout_layer)
 
 
-def _own_ffn(ffn: FFN) -> LinearFFN:
-    check_two_layers(ffn)
-    return _fill_ffn(_empty(ffn, lambda: LinearFFN(1, 1, dict(type='GELU'))), ffn)
-
-
-def _own_conv_ffn(ffn: MixFFN) -> ConvFFN:
-    has_depthwise = len(ffn.layers) == 6
-    return _fill_ffn(_empty(ffn, lambda: ConvFFN(1, 1, dict(type='GELU'), use_conv=has_depthwise)), ffn)
-
-
-def _fill_ffn(own: LinearFFN, ffn: FFN | MixFFN) -> LinearFFN:
-    own.embed_dims, own.layers, own.drop_path = ffn.embed_dims, ffn.layers, ffn.dropout_layer
-    return own
+def _own_ffn(ffn: FFN | MixFFN) -> LinearFFN:
+    kind = LinearFFN
+    if isinstance(ffn, FFN):
+        check_two_layers(ffn)
+    else:
+        kind = partial(ConvFFN, use_conv=len(ffn.layers) == 6)
+    # Whatever the activation: it is one of the layers.
+    make = partial(kind, ffn.embed_dims, ffn.feedforward_channels, dict(type='GELU'))
+    return _take_layers(ffn, make, drop_path=ffn.dropout_layer)
 
 
 def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
-    own = _empty(block, lambda: Block(nn.Identity(), LinearFFN(1, 1, dict(type='GELU')), dict(type='LN')))
-    own.with_cp = getattr(block, 'with_cp', False)
-    own.norm1, own.norm2 = block.norm1, block.norm2
+    own = {}
     for name in ('attn', 'ffn'):
         part = block.get_submodule(name)
         # A part may have become slab_det's before, while the other one was still another library's.
@@ -141,8 +137,9 @@ def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
             if make is None:
                 raise CannotFold(f'its {name} is a {type(part).__name__}')
             part = make(part)
-        setattr(own, name, part)
-    return own
+        own[name] = part
+    make = partial(Block, **own, norm_cfg=dict(type='LN'), with_cp=getattr(block, 'with_cp', False))
+    return _take_layers(block, make, **own)
 
 
 def _own_merging(merging: MmdetPatchMerging) -> PatchMerging:
@@ -153,9 +150,7 @@ def _own_merging(merging: MmdetPatchMerging) -> PatchMerging:
     if not is_corner or not is_square:
         raise CannotFold('it does not merge square blocks of tokens, padded at the bottom and on the right')
     norm_cfg = dict(type='LN') if merging.norm else None
-    own = _empty(merging, lambda: PatchMerging(merging.in_channels, merging.out_channels, stride, norm_cfg))
-    own.norm, own.reduction = merging.norm, merging.reduction
-    return own
+    return _take_layers(merging, partial(PatchMerging, merging.in_channels, merging.out_channels, stride, norm_cfg))
 
 
 # FFNs are adopted with their block only: alone, they are called with other arguments.
@@ -166,4 +161,4 @@ _MAKERS: dict[type[nn.Module], Callable] = {
     SpatialReductionAttention: _own_map_attention,
     MmdetPatchMerging: _own_merging,
 }
-_PART_MAKERS = {**_MAKERS, FFN: _own_ffn, MixFFN: _own_conv_ffn}
+_PART_MAKERS = {**_MAKERS, FFN: _own_ffn, MixFFN: _own_ffn}

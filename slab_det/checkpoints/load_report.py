@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slab_det.runtime.errors import CheckpointError, name_some
+from slab_det.runtime.record import Record
 
 
 @dataclass
-class LoadReport:
+class LoadReport(Record):
     """What happened to every key of the model and of the checkpoint.
 
     Attributes:
@@ -55,7 +57,7 @@ class LoadReport:
                 'that the checkpoint was trained with'
             )
 
-    def __str__(self) -> str:
+    def lines(self) -> Iterator[str]:
         gammas = sorted(Counter(self.gammas.values()).items())
         rows = {
             'matched': str(len(self.matched)),
@@ -66,7 +68,8 @@ class LoadReport:
         }
         if self.not_finite:
             rows['not finite'] = f'{name_some(self.not_finite)}: recalibrate before testing'
-        return '\n'.join([f'{self.source} ({self.format})', *(f'  {name:<10} {text}' for name, text in rows.items())])
+        yield f'{self.source} ({self.format})'
+        yield from (f'  {name:<10} {text}' for name, text in rows.items())
 
 
 def _count_reasons(reasons: dict[str, str]) -> str:

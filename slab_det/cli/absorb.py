@@ -3,8 +3,6 @@ unlabelled images, without training. Writes the fused checkpoint, a config that 
 fine-tunes it towards the original detector."""
 
 import argparse
-import json
-import re
 
 from slab_det.cli import command, find_folder
 
@@ -25,25 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='pipeline that reads these images: of inference or of training (default %(default)s)',
     )
     parser.add_argument(
-        '--keep',
-        nargs='+',
-        metavar='KEEP',
-        help='LayerNorms to keep: all; none; a number K, for the K least affine; names; or auto, for the fewest with '
-        'which the detections agree with the original detector, at most a quarter (default: all)',
-    )
-    parser.add_argument(
-        '--ffn',
-        type=float,
-        default=0.0,
-        metavar='SHARE',
-        help='share of the hidden channels to remove from each FFN, such as 0.75 (default %(default)s)',
-    )
-    parser.add_argument(
         '--channels',
+        default='auto',
         metavar='SHARE',
         help="share of the detector's multiply-adds to leave, such as 0.5: hidden channels of FFNs, attention and "
-        'heads go where they cost least; or auto, for the least share with which the detections agree with the '
-        'original detector (default: auto, or with --keep or --ffn none goes)',
+        'heads go where they cost least; 1 leaves all; auto takes the least share that retains 99 %% of the AP, by '
+        'detections (default: auto)',
+    )
+    parser.add_argument(
+        '--norms',
+        nargs='+',
+        default=['keep'],
+        metavar='NORM',
+        help='keep: leave all LayerNorms; remove: absorb those that can be absorbed; names: those that stay while the '
+        'others are absorbed (default: keep)',
     )
     parser.add_argument('--int8', action='store_true', help='absorb for int8: higher AP in int8, lower AP in float32')
     parser.add_argument('--eval', action='store_true', help="also measure AP, on the config's validation images")
@@ -56,17 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Absorbs the LayerNorms of ``args.checkpoint``, writes the student and compares it with its teacher."""
-    import torch
     from mmengine.config import Config
-    from mmengine.fileio import put_text
 
     import slab_det
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, image_loader, read_config
     from slab_det.conversion import ConversionError, write_tune_config
     from slab_det.fusion import save_fused
+    from slab_det.machine import MACHINE
     from slab_det.measure.evaluate import evaluate
     from slab_det.preflight import check_class_order, check_data, classes_of_meta
+    from slab_det.runtime.record import describe_environment, write_record
     from slab_det.runtime.run_folder import check_writable
 
     # Absorption may take hours, so later steps are checked first.
@@ -79,14 +72,13 @@ def main(args: argparse.Namespace) -> None:
         check_data(cfg, ('val',))
         if not (cfg.get('val_dataloader') and cfg.get('val_evaluator')):
             raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    teacher = build_detector(cfg, args.checkpoint).to(device)
+    teacher = build_detector(cfg, args.checkpoint).to(MACHINE.device)
     if args.eval:
         check_class_order(cfg, 'val', classes_of_meta(vars(teacher)) or (), args.checkpoint)
     images = image_loader(cfg, args.num_images, args.pipeline, args.images)
-    keep = int(args.keep[0]) if args.keep and re.fullmatch(r'-?\d+', ' '.join(args.keep)) else args.keep
-    options = dict(int8=args.int8, work_dir=args.work_dir, ffn=args.ffn, channels=_read_share(args.channels))
-    student = slab_det.absorb(teacher, images, keep=keep, **options)
+    norms = args.norms if len(args.norms) > 1 else args.norms[0]
+    options = dict(int8=args.int8, work_dir=args.work_dir)
+    student = slab_det.absorb(teacher, images, _read_share(args.channels), norms, **options)
     checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
     print(f'Written to {checkpoint} and {config}')
     hint = ''
@@ -98,8 +90,8 @@ def main(args: argparse.Namespace) -> None:
 
     report, models = student.absorption_report, dict(teacher=teacher, student=student)
     rows = dict(
-        teacher=dict(num_kept=len(report.norms), agreement=None if report.agreement is None else 1.0),
-        student=dict(num_kept=len(report.kept), agreement=report.agreement),
+        teacher=dict(num_kept=len(report.norms), retained_ap=None if report.retained_ap is None else 1.0),
+        student=dict(num_kept=len(report.kept), retained_ap=report.retained_ap),
     )
     if args.eval:
         for name, model in models.items():
@@ -111,29 +103,30 @@ def main(args: argparse.Namespace) -> None:
             config=args.config,
             checkpoint=args.checkpoint,
             images=args.images or f'{len(images)} batches of the training set, pipeline {args.pipeline!r}',
+            environment=describe_environment(MACHINE.device),
         )
-        put_text(json.dumps(values, indent=1) + '\n', args.json)
+        write_record(args.json, values)
     print(f'{report}\n\n{_format_rows(rows)}{hint}')
 
 
-def _read_share(word: str | None) -> float | str | None:
+def _read_share(word: str) -> float | str:
     try:
-        return word if word in (None, 'auto') else float(word)
+        return word if word == 'auto' else float(word)
     except ValueError:
         # slab_det.absorb says what can be given.
         return word
 
 
 def _format_rows(rows: dict[str, dict]) -> str:
-    from slab_det.measure.markdown import format_table
-    from slab_det.measure.report_file import AP_KINDS, main_column
+    from slab_det.measure.report_file import AP_KINDS, format_ap
+    from slab_det.runtime.record import format_table
 
     lines = []
     for name, row in rows.items():
-        agreement = '–' if row['agreement'] is None else f'{row["agreement"]:.3f}'
-        line = {'detector': name, 'LayerNorms kept': str(row['num_kept']), 'agreement': agreement}
-        for kind, values in row.get('ap', {}).items():
-            line[AP_KINDS[kind]] = f'{100 * values[main_column(kind)]:.1f}'
+        retained = '–' if row['retained_ap'] is None else f'{row["retained_ap"]:.1%}'
+        line = {'detector': name, 'LayerNorms kept': str(row['num_kept']), 'AP retained (no labels)': retained}
+        for kind in row.get('ap', ()):
+            line[AP_KINDS[kind]] = format_ap(row['ap'], kind)
         lines.append(line)
     return format_table([*lines[0]], [[*line.values()] for line in lines])
 

@@ -18,9 +18,8 @@ from slab_det.checkpoints import build_detector, is_fused
 from slab_det.cli.config import read_config
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
-from slab_det.measure.latency import format_ratio
-from slab_det.measure.markdown import format_table
-from slab_det.measure.report_file import ReportEntry, describe_dataset, describe_model, latency_scope
+from slab_det.measure.report_file import ReportEntry, describe_dataset, describe_model, format_ap, latency_scope
+from slab_det.runtime.record import format_ratio, format_table
 
 # (height, width) for latency: twice the size of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)
@@ -70,10 +69,10 @@ def compare(entries: Sequence[ReportEntry]) -> str:
     """
     first, rows = entries[0], []
     for entry in entries:
-        ap = [f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')]
-        ratio = '1' if entry is first else format_ratio(entry.latency)
-        norms_left = str(entry.latency['cost']['norms_left'])
-        rows.append([entry.name, norms_left, *ap, f'{entry.latency["median_ms"]:.1f}', ratio])
+        ap, latency = [format_ap(entry.ap, kind) for kind in ('bbox', 'segm')], entry.latency
+        ratio = '1' if entry is first else format_ratio(latency['ratio'], latency['ratio_quartiles'])
+        norms_left = str(latency['cost']['norms_left'])
+        rows.append([entry.name, norms_left, *ap, f'{latency["median_ms"]:.1f}', ratio])
     table = format_table(['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {first.name}'], rows)
     return (
         f'{table}\n\nAP on {first.dataset["images"]} generated images, one seed. Latency: {latency_scope(first)}, in '

@@ -24,9 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Recalibrates ``args.checkpoint`` and writes it to ``args.out``."""
-    import json
-
-    from mmengine.fileio import put_text
     from mmengine.runner import save_checkpoint
     from mmengine.runner.checkpoint import weights_to_cpu
 
@@ -34,6 +31,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, image_loader, read_config
     from slab_det.machine import MACHINE
+    from slab_det.runtime.record import describe_environment, write_record
     from slab_det.runtime.run_folder import check_writable
 
     check_out(args.out, args.checkpoint)
@@ -46,7 +44,8 @@ def main(args: argparse.Namespace) -> None:
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
-        put_text(json.dumps(dict(**report.to_dict(), pipeline=args.pipeline), indent=1) + '\n', args.json)
+        environment = describe_environment(MACHINE.device)
+        write_record(args.json, dict(report.to_dict(), pipeline=args.pipeline, environment=environment))
     print(f'{report}, on images of the {args.pipeline} pipeline\nWritten to {args.out}')
 
 

@@ -55,12 +55,12 @@ def evaluate(args: argparse.Namespace) -> ReportEntry | None:
     from slab_det.cli.runner import run_test, use_exported
     from slab_det.inference.folder import find_stored
     from slab_det.measure import report_file
-    from slab_det.measure.environment import describe_environment
     from slab_det.measure.latency import check_conditions
     from slab_det.preflight import check_data
     from slab_det.runtime.distributed import unwrap
     from slab_det.runtime.errors import SlabDetError
     from slab_det.runtime.memory import keep_freed_memory
+    from slab_det.runtime.record import describe_environment
     from slab_det.runtime.run_folder import check_writable
 
     keep_freed_memory()

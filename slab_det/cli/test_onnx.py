@@ -16,10 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Evaluates ``args.checkpoint`` and writes ``args.json``."""
-    import json
-
-    from mmengine.fileio import put_text
-
+    from slab_det.runtime.record import write_record
     from slab_det.runtime.run_folder import check_writable
 
     check_writable(args.json)
@@ -29,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     if args.json and entry:
         measured = dict(config=entry.config, file=entry.checkpoint, runtime=args.runtime, precision=args.precision)
         measured |= dict(dataset=entry.dataset, ap=entry.ap or {}, environment=entry.environment)
-        put_text(json.dumps(measured, indent=1) + '\n', args.json)
+        write_record(args.json, measured)
 
 
 if __name__ == '__main__':

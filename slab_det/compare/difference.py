@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slab_det.runtime.tensors import HALF_PRECISIONS
+
 # Largest accepted ratio of a difference to what rounding explains. Usual ratios are 0.8 to 1.3 in half precision; in
 # float32 1 to 4 (Winograd's convolutions), and up to 6 in untrained models that amplify rounding.
 HALF_FACTOR = 4.0
@@ -54,7 +56,7 @@ class Comparison:
 def accepted_difference(rounding: float, dtype: torch.dtype) -> float:
     """The largest accepted difference of a form in ``dtype``, where rounding to it explains ``rounding``."""
     # A model that copies its input rounds nothing.
-    return (HALF_FACTOR if dtype.itemsize == 2 else FLOAT32_FACTOR) * max(rounding, torch.finfo(dtype).eps / 4)
+    return (HALF_FACTOR if dtype in HALF_PRECISIONS else FLOAT32_FACTOR) * max(rounding, torch.finfo(dtype).eps / 4)
 
 
 def relative_difference(outputs: Iterable[Tensor], references: Iterable[Tensor]) -> float:

@@ -17,7 +17,7 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.runtime.errors import name_some
-from slab_det.runtime.tensors import map_tensors, tensors_in
+from slab_det.runtime.tensors import HALF_PRECISIONS, map_tensors, tensors_in
 from slab_det.runtimes import find_row
 
 # mmcv's subclasses compute the same.
@@ -74,7 +74,7 @@ def find_wrong_layers(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 
 def _is_half(weight: Tensor | None) -> bool:
-    return weight is not None and weight.dtype.itemsize == 2 and weight.device.type == 'cpu'
+    return weight is not None and weight.dtype in HALF_PRECISIONS and weight.device.type == 'cpu'
 
 
 @torch.no_grad()

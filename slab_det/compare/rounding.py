@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slab_det.compare.difference import rms_difference
 from slab_det.runtime.copying import copy_module
-from slab_det.runtime.tensors import map_tensors, tensors_in
+from slab_det.runtime.tensors import HALF_PRECISIONS, map_tensors, tensors_in
 
 
 class RoundedArithmetic(TorchDispatchMode):
@@ -66,9 +66,9 @@ def explain_rounding(
     These are in float64, or in float32 where the model does not run in float64.
     """
     single, simulated = copy_module(model).float(), dtype
-    if dtype.itemsize == 2 or any(x.dtype != torch.float64 for x in references):
+    if dtype in HALF_PRECISIONS or any(x.dtype != torch.float64 for x in references):
         # Another run in float32 would equal references in float32.
-        simulated = dtype if dtype.itemsize == 2 else torch.bfloat16
+        simulated = dtype if dtype in HALF_PRECISIONS else torch.bfloat16
         rounded = run_rounded(single, simulated, run)
     else:
         # The kernels of float32, because convolutions on a GPU may round to TF32.

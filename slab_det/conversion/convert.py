@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,10 +17,11 @@ from slab_det.norms import OfflineNorm, PRepBN, check_norm_weights, named_norms
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.modes import is_deployed
+from slab_det.runtime.record import Record
 
 
 @dataclass
-class ConversionReport:
+class ConversionReport(Record):
     """The norms that :func:`convert_norms` replaced or left; a norm with several names is listed once, by the first.
 
     Attributes:
@@ -31,9 +32,9 @@ class ConversionReport:
     converted: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        lines = [f'{len(self.converted)} norms converted, {len(self.kept)} kept']
-        return '\n'.join(lines + [f'  {name}: kept, {reason}' for name, reason in self.kept.items()])
+    def lines(self) -> Iterator[str]:
+        yield f'{len(self.converted)} norms converted, {len(self.kept)} kept'
+        yield from (f'  {name}: kept, {reason}' for name, reason in self.kept.items())
 
 
 def convert_norms(

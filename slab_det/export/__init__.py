@@ -1,14 +1,15 @@
 """Detectors as ONNX files: export, comparison with PyTorch, int8 and runtimes. Needs the extra 'onnx'."""
 
-from slab_det.export.onnx_file import SCOPES, build_graph, export_onnx
+from slab_det.export.exported_detector import ExportedDetector
+from slab_det.export.loaded_file import load_runtime
+from slab_det.export.onnx_file import EXPORT_SCOPES, build_graph, export_onnx
 from slab_det.export.parity import ParityCheck, check_parity, random_images
 from slab_det.export.quantize import quantize_onnx
-from slab_det.export.runtime import ExportedDetector, load_runtime
 from slab_det.families.masks import paste_masks
 from slab_det.runtime.errors import ExportError
 
 __all__ = [
-    'SCOPES',
+    'EXPORT_SCOPES',
     'ExportError',
     'ExportedDetector',
     'ParityCheck',

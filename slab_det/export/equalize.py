@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slab_det.export.runtime import import_extra, limit_threads
+from slab_det.export.extras import import_extra, limit_threads
 
 # A scale of a channel is (range of the channel)^POWER / (its largest weight)^(1 - POWER).
 POWERS = (0.25, 0.5, 0.75, 1.0)
@@ -21,7 +21,7 @@ PARTS = ('low', 'high', 'square', 'mean', 'output_square')
 # Largest share of rounding in the output of a layer that runs in int8.
 MOST_NOISE = 0.01
 # Images that the ranges are measured on.
-IMAGES = 10
+RANGE_IMAGES = 10
 
 
 class _Layer(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slab_det.export.runtime import import_extra, limit_threads
+from slab_det.export.extras import import_extra, limit_threads
 
 
 def start(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:

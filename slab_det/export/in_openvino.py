@@ -7,7 +7,7 @@ from threading import Lock
 
 import numpy as np
 
-from slab_det.export.runtime import import_extra, limit_threads
+from slab_det.export.extras import import_extra, limit_threads
 from slab_det.machine import openvino_core
 from slab_det.runtime.errors import ExportError
 

@@ -7,11 +7,19 @@ CPUs without VNNI instructions add two products of 8 bits in 16 bits: 2 * 255 * 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from functools import lru_cache, partial
 
 import numpy as np
 
+from slab_det.export.extras import find_start, import_extra
+
 SIDE = 64
+
+
+@lru_cache(None)
+def cuts_off_int8_sums(runtime: str) -> bool:
+    """Whether a runtime needs weights of 7 bits on this CPU."""
+    return cuts_off_sums(partial(find_start(runtime), threads=1, precision='f32'))
 
 
 def cuts_off_sums(load: Callable[[bytes], Callable[[np.ndarray], list[np.ndarray]]]) -> bool:
@@ -26,7 +34,7 @@ def cuts_off_sums(load: Callable[[bytes], Callable[[np.ndarray], list[np.ndarray
 
 def largest_product() -> bytes:
     """An ONNX file that quantizes its input to 8 bits and multiplies it with int8 weights, as quantized layers do."""
-    onnx = import_module('onnx')
+    onnx = import_extra('onnx')
     make, array = onnx.helper, onnx.numpy_helper.from_array
     constants = {
         'scale': np.array(1, np.float32),

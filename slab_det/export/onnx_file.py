@@ -19,18 +19,20 @@ import slab_det
 from slab_det.compare.features import input_channels
 from slab_det.export.backbones import make_size_free
 from slab_det.export.detector import BackboneGraph, DetectorGraph
-from slab_det.export.runtime import METADATA_KEY, crop_to_multiples, find_resize, import_extra
-from slab_det.export.settings import describe_preprocessor
+from slab_det.export.extras import import_extra
+from slab_det.export.loaded_file import METADATA_KEY, crop_to_multiples
+from slab_det.export.settings import describe_preprocessor, find_resize
 from slab_det.norms import named_offline_norms
 from slab_det.norms.folds import find_hooks
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.pipeline import inference_steps
+from slab_det.runtime.record import describe_code, to_plain
 from slab_det.runtime.run_folder import whole_file
 from slab_det.runtime.tensors import check_finite
 
-SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
+EXPORT_SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 # RoiAlign has half-pixel coordinates from opset 16 on; PyTorch 2.6 writes none after 20. ONNX Runtime has no kernel for
 # RoiAlign of opset 22.
 OPSETS = range(16, 21)
@@ -43,8 +45,8 @@ DIVISORS = (1, 32)
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     """Builds the module that :func:`export_onnx` traces from a copy of the detector; takes the same arguments."""
-    if scope not in SCOPES:
-        raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
+    if scope not in EXPORT_SCOPES:
+        raise ExportError(f'scope {scope!r} is not one of {", ".join(EXPORT_SCOPES)}')
     check_finite(detector, ExportError)
     hooked = [name for name, module in detector.named_modules() if find_hooks(module)]
     if hooked:
@@ -53,7 +55,7 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     # The graph makes its indices on the CPU.
     detector.cpu().eval()
     make_size_free(detector)
-    return SCOPES[scope](detector).eval()
+    return EXPORT_SCOPES[scope](detector).eval()
 
 
 @torch.no_grad()
@@ -106,6 +108,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
     metadata = dict(
         version=slab_det.__version__,
+        **describe_code(),
         scope=scope,
         dataset_meta=dataset_meta,
         **_describe_input(detector, divisor),
@@ -132,7 +135,7 @@ def _to_json(meta: dict | None) -> dict | None:
         raise TypeError(f'a {type(value).__name__} is neither text nor numbers')
 
     try:
-        return json.loads(json.dumps(meta, default=convert))
+        return to_plain(meta, convert)
     except (TypeError, ValueError) as error:
         raise ExportError(f'dataset_meta cannot be stored in the file: {error}; remove the entry') from error
 

@@ -18,8 +18,8 @@ from slab_det.compare.difference import (
     relative_difference,
 )
 from slab_det.export.detector import DetectorGraph
+from slab_det.export.loaded_file import LoadedFile, Run, crop_to_multiples
 from slab_det.export.onnx_file import build_graph
-from slab_det.export.runtime import Run, Runtime, crop_to_multiples
 from slab_det.runtime.errors import ExportError
 
 # Multiples of 32 and others, small and large, portrait and landscape.
@@ -43,7 +43,7 @@ class ParityCheck(Comparison):
 
 
 @torch.no_grad()
-def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndarray]) -> list[ParityCheck]:
+def check_parity(detector: nn.Module, runtime: LoadedFile, images: Iterable[np.ndarray]) -> list[ParityCheck]:
     """Compares the outputs of an exported file with the outputs of its detector.
 
     A detector finds little in noise. Where fewer than ``MIN_DETECTIONS`` pass its score threshold, file and detector

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 from mmengine.logging import MMLogger
 
-from slab_det.export.equalize import IMAGES, MOST_NOISE, equalize
-from slab_det.export.runtime import METADATA_KEY, cuts_off_int8_sums, import_extra
+from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
+from slab_det.export.extras import import_extra
+from slab_det.export.int8_sums import cuts_off_int8_sums
+from slab_det.export.loaded_file import METADATA_KEY
 from slab_det.families import EXPORTED
 from slab_det.runtime.run_folder import whole_file
 from slab_det.runtimes import EXPORT_RUNTIMES
@@ -67,7 +69,7 @@ def quantize_onnx(
             and not any(part in node.name for part in FLOAT_LAYERS)
         ]
         images = iter(images)
-        first = [*islice(images, IMAGES)]
+        first = [*islice(images, RANGE_IMAGES)]
         lost = equalize(model, nodes, first)[1]
         if lost:
             nodes = [node for node in nodes if node not in lost]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.logging import MMLogger
 
 import slab_det
 from slab_det.families import EXPORTED, BoxFamily
-from slab_det.families.two_stage import TwoStage
 from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.errors import ExportError
+from slab_det.runtime.record import to_plain
 
 
 class Settings(NamedTuple):
@@ -30,6 +28,12 @@ class Settings(NamedTuple):
     score_thr: float | None
     max_per_img: int | None
     mask_threshold: float | None
+
+
+def find_resize(steps: Sequence[dict]) -> dict | None:
+    """The config of the resize transform of a test pipeline, as JSON stores it; None if no transform resizes."""
+    step = next((step for step in steps if 'Resize' in type_name(step['type'])), None)
+    return step and to_plain(dict(step, type=type_name(step['type'])))
 
 
 def describe_preprocessor(preprocessor: DetDataPreprocessor) -> dict:
@@ -52,7 +56,7 @@ def describe_test_cfg(stored: dict[str, dict], cfgs: Iterable[dict]) -> dict:
         part: {key: _describe_nms(cfg) if key == 'nms' else cfg.get(key, default) for key, default in defaults.items()}
         for (part, defaults), cfg in zip(stored.items(), cfgs, strict=True)
     }
-    return json.loads(json.dumps(described, default=str))
+    return to_plain(described, str)
 
 
 def _describe_nms(cfg: dict) -> dict:
@@ -90,12 +94,7 @@ def follow_config(file: str, metadata: dict, detector: dict | None) -> Settings:
     if detector is None:
         return settings
     differences = list(_preprocessing_differences(metadata, detector.get('data_preprocessor')))
-    if 'test_cfg' not in metadata:
-        MMLogger.get_current_instance().warning(
-            f'{file} was exported by an earlier version and does not say its test_cfg: it detects by the thresholds of '
-            'its export, whatever test_cfg this config has; export it again'
-        )
-    elif given:
+    if given:
         stored = _find_family(file, metadata).stored
         # The last part makes the detections.
         *_, last = stored
@@ -129,13 +128,12 @@ def _path(part: str) -> str:
 
 
 def _find_family(file: str, metadata: dict) -> type[BoxFamily]:
-    # Earlier versions exported two-stage detectors only, and did not say so.
-    name = metadata.get('family', TwoStage.name)
+    name = metadata['family']
     family = next((family for family in EXPORTED if family.name == name), None)
     if family is None:
         raise ExportError(
             f'{file} holds heads of the family {name!r}, which slab_det {slab_det.__version__} does not know: slab_det '
-            f'{metadata.get("version")} exported it; update slab_det'
+            f'{metadata["version"]} exported it; update slab_det'
         )
     return family
 
@@ -149,8 +147,7 @@ def _preprocessing_differences(metadata: dict, preprocessor: dict | None) -> Ite
         yield f'a DetDataPreprocessor, and this config has a {type(built).__name__}'
         return
     for part, wanted in describe_preprocessor(built).items():
-        # Files of earlier versions do not say their padding.
-        yield from _differences(f'{part}.', metadata.get(part, wanted), wanted)
+        yield from _differences(f'{part}.', metadata[part], wanted)
 
 
 def _differences(prefix: str, own: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

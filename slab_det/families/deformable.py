@@ -75,10 +75,10 @@ def sample_maps(values: Tensor, sizes: Sizes, references: Tensor, offsets: Tenso
     weights = at_least_float32(logits).softmax(-1).unflatten(3, (len(sizes), points))
     if references.shape[-1] == 2:
         sides = numbers(tuple((width, height) for height, width in sizes), references.device, dtype)
-        places = references[:, :, None, :, None] + offsets / sides[:, None]
+        locations = references[:, :, None, :, None] + offsets / sides[:, None]
     else:
-        places = references[:, :, None, :, None, :2] + offsets / points * references[:, :, None, :, None, 2:] * 0.5
-    found = multi_scale_deformable_attn_pytorch(at_least_float32(values), sizes, places, weights)
+        locations = references[:, :, None, :, None, :2] + offsets / points * references[:, :, None, :, None, 2:] * 0.5
+    found = multi_scale_deformable_attn_pytorch(at_least_float32(values), sizes, locations, weights)
     return found.to(values.dtype)
 
 

@@ -95,7 +95,7 @@ def enclose(masks: Tensor) -> Tensor:
     """Returns the corners of the boxes around masks (n, H, W), (n, 4); zeros for an empty mask."""
     lows, highs = [], []
     for seen in (masks.any(1), masks.any(2)):
-        place = torch.arange(seen.shape[1], device=masks.device)
-        highs.append(torch.where(seen, place + 1, 0).amax(1))
-        lows.append(torch.where(seen, place, seen.shape[1]).amin(1).minimum(highs[-1]))
+        pixel = torch.arange(seen.shape[1], device=masks.device)
+        highs.append(torch.where(seen, pixel + 1, 0).amax(1))
+        lows.append(torch.where(seen, pixel, seen.shape[1]).amin(1).minimum(highs[-1]))
     return torch.stack([*lows, *highs], 1).float()

@@ -112,9 +112,9 @@ def _encode_bands(bands: Iterable[Band], height: int, width: int) -> dict:
         column, row = divmod(np.flatnonzero(flat[1:] != flat[:-1]), pixels.shape[1] + 1)
         edges.append((x + column) * height + y + row)
     # An edge that occurs twice is none: the run continues from one column to the next.
-    places, times = np.unique(np.concatenate(edges), return_counts=True)
-    places = places[(times == 1) & (places < height * width)]
-    counts = np.diff(places, prepend=0, append=height * width)
+    changes, times = np.unique(np.concatenate(edges), return_counts=True)
+    changes = changes[(times == 1) & (changes < height * width)]
+    counts = np.diff(changes, prepend=0, append=height * width)
     return coco_mask.frPyObjects(dict(size=[height, width], counts=counts), height, width)
 
 

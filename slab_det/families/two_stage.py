@@ -294,8 +294,8 @@ class BoxHead:
         self.head, self.fused = head, fused and _is_linear(head)
         if self.fused:
             first, *others = head.shared_fcs
-            by_place = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
-            self.shared = [(by_place.permute(0, 2, 3, 1).flatten(1), first.bias)]
+            by_position = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
+            self.shared = [(by_position.permute(0, 2, 3, 1).flatten(1), first.bias)]
             self.shared += [(layer.weight, layer.bias) for layer in others]
             self.weight = torch.cat([head.fc_cls.weight, head.fc_reg.weight]).detach()
             self.bias = torch.cat([head.fc_cls.bias, head.fc_reg.bias]).detach()

@@ -1,4 +1,4 @@
-"""Hidden channels of a model: finds the places that have them, and removes channels."""
+"""Hidden channels of a model: finds the units of channels that go together, and removes channels."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BATCH_NORM = nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm
 
 
 @dataclass(frozen=True)
-class HiddenChannels:
-    """A place with hidden channels; :class:`~slab_det.fusion.Channels` describes the other attributes.
+class ChannelUnit:
+    """Hidden channels that go together; :class:`~slab_det.fusion.Channels` describes the other attributes.
 
     Attributes:
-        name: Dotted name of the place in the model, as are the names of layers.
-        owner: Name of the module whose rule names the place.
+        name: Dotted name of the unit in the model, as are the names of layers.
+        owner: Name of the module whose rule names the unit.
         count: Number of channels; of one of q, k and v in an attention.
         group: Number of consecutive channels that go together, because a group norm mixes them.
         reason: Why no channel can be removed, or ''.
@@ -66,36 +66,36 @@ class HiddenChannels:
         return torch.cat([first, self.count + first, 2 * self.count + stay.cpu()]) if self.tokens else stay
 
 
-def find_channels(model: nn.Module) -> dict[str, HiddenChannels]:
-    """Finds the places of a model that have hidden channels, by name, in the order of its modules."""
+def find_channels(model: nn.Module) -> dict[str, ChannelUnit]:
+    """Finds the units of hidden channels of a model, by name, in the order of its modules."""
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    places = {}
+    units = {}
     for owner, module in model.named_modules():
         rule = find_rule(module, 'hidden_channels')
         try:
             found = [Channels(*values) for values in rule()] if rule else []
         except CannotFold as reason:
-            places[owner] = HiddenChannels(owner, owner, reason=str(reason))
+            units[owner] = ChannelUnit(owner, owner, reason=str(reason))
             continue
         for values in found:
             layers = [tuple(join_names(owner, layer) for layer in part) for part in values[1:4]]
             tokens = tuple((join_names(owner, name) or owner, side) for name, side in values.tokens)
             name = join_names(owner, values.name) or owner
-            place = HiddenChannels(name, owner, *layers, values.heads, tokens, values.levels, values.maps)
-            places[place.name] = _check(model, place, uses)
-    return places
+            unit = ChannelUnit(name, owner, *layers, values.heads, tokens, values.levels, values.maps)
+            units[unit.name] = _check(model, unit, uses)
+    return units
 
 
-def _check(model: nn.Module, place: HiddenChannels, uses: Mapping[int, int]) -> HiddenChannels:
-    """Returns the place with its number of channels, or with the reason why none can be removed."""
+def _check(model: nn.Module, unit: ChannelUnit, uses: Mapping[int, int]) -> ChannelUnit:
+    """Returns the unit with its number of channels, or with the reason why none can be removed."""
     writers, between, readers = (
-        [model.get_submodule(name) for name in names] for names in (place.writers, place.between, place.readers)
+        [model.get_submodule(name) for name in names] for names in (unit.writers, unit.between, unit.readers)
     )
     rows, _ = output_parameters(writers[0]) or (torch.empty(0), None)
-    count, reason = len(rows) // (3 if place.tokens else 1), ''
+    count, reason = len(rows) // (3 if unit.tokens else 1), ''
     group = max([1, *(layer.num_channels // layer.num_groups for layer in between if type(layer) is nn.GroupNorm)])
     for layer in between:
-        kinds = (SingleRoIExtractor,) if place.maps else (*ELEMENTWISE, *BATCH_NORM, nn.GroupNorm)
+        kinds = (SingleRoIExtractor,) if unit.maps else (*ELEMENTWISE, *BATCH_NORM, nn.GroupNorm)
         if type(layer) not in kinds and not _is_depthwise(layer):
             reason = f'a {type(layer).__name__} stands between its layers'
     for layer in (*writers, *readers):
@@ -103,9 +103,9 @@ def _check(model: nn.Module, place: HiddenChannels, uses: Mapping[int, int]) -> 
             reason = f'one of its layers is a {type(layer).__name__}, or computes its weight'
     if any(uses[id(p)] > 1 for layer in (*writers, *between, *readers) for p in layer.parameters()):
         reason = 'its layers share weights with others'
-    if any(map(find_hooks, model.get_submodule(place.owner).modules())):
+    if any(map(find_hooks, model.get_submodule(unit.owner).modules())):
         reason = 'it has hooks, which may expect all channels'
-    return HiddenChannels(**vars(place) | dict(count=0 if reason else count, group=group, reason=reason))
+    return ChannelUnit(**vars(unit) | dict(count=0 if reason else count, group=group, reason=reason))
 
 
 def _is_depthwise(layer: nn.Module) -> bool:
@@ -149,17 +149,17 @@ def set_input_weight(layer: nn.Module, matrix: Tensor) -> None:
 
 
 @torch.no_grad()
-def keep_channels(model: nn.Module, place: HiddenChannels, stay: Tensor) -> None:
+def keep_channels(model: nn.Module, unit: ChannelUnit, stay: Tensor) -> None:
     """Removes all but some hidden channels from their writers and readers, in place.
 
     Args:
         model: The model.
-        place: A place that :func:`find_channels` found in it, without ``reason``.
+        unit: A unit that :func:`find_channels` found in it, without ``reason``.
         stay: Indices of the channels that stay, (K,), in ascending order, an equal number for each head, in whole
             groups. In an attention they are those of v; of q and k stay the first channels of each head.
     """
-    rows = place.rows(stay)
-    for name in (*place.writers, *place.between):
+    rows = unit.rows(stay)
+    for name in (*unit.writers, *unit.between):
         layer = model.get_submodule(name)
         for key, parameter in layer.named_parameters(recurse=False):
             side = 1 if type(layer) in CONV_TRANSPOSE and key == 'weight' else 0
@@ -168,23 +168,23 @@ def keep_channels(model: nn.Module, place: HiddenChannels, stay: Tensor) -> None
             if buffer.ndim:
                 setattr(layer, key, buffer[rows.to(buffer.device)])
         if type(layer) is nn.GroupNorm:
-            layer.num_channels, layer.num_groups = len(rows), len(rows) // place.group
+            layer.num_channels, layer.num_groups = len(rows), len(rows) // unit.group
         elif type(layer) in BATCH_NORM:
             layer.num_features = len(rows)
         elif type(layer) in LINEAR:
             layer.out_features = len(rows)
         elif type(layer) in (*CONV, *CONV_TRANSPOSE, SingleRoIExtractor):
             layer.out_channels = len(rows)
-        if name in place.between and type(layer) in CONV:
+        if name in unit.between and type(layer) in CONV:
             layer.in_channels = layer.groups = len(rows)
-    for layer in map(model.get_submodule, place.readers):
+    for layer in map(model.get_submodule, unit.readers):
         side = 0 if type(layer) in CONV_TRANSPOSE else 1
         # A linear layer may read the map of a region, all positions of a channel one after another.
-        columns = columns_of(stay, layer.weight.shape[side] // place.count).to(layer.weight.device)
+        columns = columns_of(stay, layer.weight.shape[side] // unit.count).to(layer.weight.device)
         _set_parameter(layer, 'weight', layer.weight.index_select(side, columns))
         setattr(layer, 'in_features' if type(layer) in LINEAR else 'in_channels', len(columns))
-    if place.tokens:
-        model.get_submodule(place.owner).keep_head_dims(len(stay) // place.heads, rows)
+    if unit.tokens:
+        model.get_submodule(unit.owner).keep_head_dims(len(stay) // unit.heads, rows)
 
 
 def resize_channels(model: nn.Module, counts: Mapping[str, int]) -> None:
@@ -192,18 +192,18 @@ def resize_channels(model: nn.Module, counts: Mapping[str, int]) -> None:
 
     Args:
         model: The model.
-        counts: Number of channels that are left, by the name of the place.
+        counts: Number of channels that are left, by the name of the unit.
 
     Raises:
-        FusionError: If ``model`` has other places.
+        FusionError: If ``model`` has other units.
     """
-    places = find_channels(model)
+    units = find_channels(model)
     for name, count in counts.items():
-        place = places.get(name)
-        if place is None or not count <= place.count or count % (place.heads * place.group):
-            why = 'it is not there' if place is None else place.reason or f'it has {place.count} channels'
+        unit = units.get(name)
+        if unit is None or not count <= unit.count or count % (unit.heads * unit.group):
+            why = 'it is not there' if unit is None else unit.reason or f'it has {unit.count} channels'
             raise FusionError(f'{name}: the config leaves {count} channels of another model: {why}')
-        keep_channels(model, place, place.first(count))
+        keep_channels(model, unit, unit.first(count))
 
 
 def columns_of(channels: Tensor, columns: int) -> Tensor:

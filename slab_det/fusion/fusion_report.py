@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from slab_det.runtime.record import Record
 
 OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
 
 
 @dataclass(frozen=True)
-class NormFusion:
+class NormFusion(Record):
     """Outcome of the fusion of one norm.
 
     Attributes:
@@ -17,7 +20,7 @@ class NormFusion:
         kind: Class of the norm.
         outcome: 'folded' into linear layers exactly; 'absorbed' into them by a fit (:func:`slab_det.absorb`); 'affine',
             replaced by one multiply-add; or 'kept', unchanged.
-        into: Names of the layers that the norm was folded into. Configs of earlier versions join them with commas.
+        into: Names of the layers that the norm was folded into.
         side: 'input' or 'output': the side of these layers on which the norm was.
         reason: Why the norm was not folded, or ''.
     """
@@ -30,8 +33,8 @@ class NormFusion:
     reason: str = ''
 
     def __post_init__(self) -> None:
-        names = self.into.split(', ') if isinstance(self.into, str) else self.into
-        object.__setattr__(self, 'into', tuple(filter(None, names)))
+        # A config holds a list.
+        object.__setattr__(self, 'into', tuple(self.into))
 
     def to_dict(self) -> dict[str, str | list[str]]:
         """The attributes that differ from their defaults."""
@@ -40,13 +43,13 @@ class NormFusion:
 
 
 @dataclass
-class FusionReport:
+class FusionReport(Record):
     """Outcomes of all norms, in the order of the model's modules.
 
     Attributes:
         norms: One entry for each norm.
-        channels: Number of hidden channels left in each place that :func:`slab_det.absorb` pruned, by the name of the
-            place: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
+        channels: Number of hidden channels left in each unit that :func:`slab_det.absorb` pruned, by the name of the
+            unit: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
     """
 
     norms: list[NormFusion]
@@ -61,11 +64,14 @@ class FusionReport:
         channels = {'channels': self.channels} if self.channels else {}
         return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **channels}
 
-    def __str__(self) -> str:
+    def lines(self) -> Iterator[str]:
         counts = ', '.join(f'{count} {outcome}' for outcome, count in self._count().items())
-        left = [f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}' for norm in self.norms if not norm.into]
-        pruned = [f'hidden channels removed in {len(self.channels)} places'] if self.channels else []
-        return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *pruned])
+        yield f'{len(self.norms)} norms: {counts}'
+        for norm in self.norms:
+            if not norm.into:
+                yield f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}'
+        if self.channels:
+            yield f'hidden channels removed in {len(self.channels)} units'
 
     def _count(self) -> dict[str, int]:
         # 'absorbed' is left out at 0: only slab_det.absorb makes absorbed norms.

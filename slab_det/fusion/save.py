@@ -38,7 +38,6 @@ def FusedDetector(  # noqa: N802 (a config's type)
     model: dict,
     folds: Sequence[dict],
     channels: dict[str, int] | None = None,
-    ffns: dict[str, int] | None = None,
     **changes: dict,
 ) -> nn.Module:
     """Builds ``model``, removes its norms and hidden channels; the weights come from a checkpoint.
@@ -46,9 +45,8 @@ def FusedDetector(  # noqa: N802 (a config's type)
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
         folds: The outcome for each norm, as :func:`save_fused` writes it.
-        channels: Number of hidden channels of each pruned place, by its name; see
+        channels: Number of hidden channels of each pruned unit, by its name; see
             :attr:`slab_det.fusion.FusionReport.channels`.
-        ffns: ``channels`` in configs of earlier versions, which have FFNs only.
         **changes: Merged into ``model``, so that options for the unfused config, such as ``model.test_cfg``, work here.
 
     Returns:
@@ -65,9 +63,8 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector.eval()  # no chaining: the eval() of mmdet's backbones returns None
     adopt(detector)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
-    channels = {**(ffns or {}), **(channels or {})}
-    resize_channels(detector, channels)
-    detector.fusion_report.channels.update(channels)
+    resize_channels(detector, channels or {})
+    detector.fusion_report.channels.update(channels or {})
     return detector
 
 

@@ -155,7 +155,6 @@ def write_fused(
     # mmdet's models take a second to import, and registering the hooks does not need them.
     from slab_det.fusion import save_fused, verify_fusion
     from slab_det.fusion.fuse import fuse
-    from slab_det.measure.environment import describe_environment
     from slab_det.measure.report_file import (
         ReportEntry,
         ap_from_metrics,
@@ -163,6 +162,7 @@ def write_fused(
         describe_model,
         write_report,
     )
+    from slab_det.runtime.record import describe_environment
 
     fused = fuse(model)
     inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))

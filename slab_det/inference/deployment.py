@@ -27,7 +27,7 @@ from slab_det.norms import named_offline_norms
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import DeploymentError
 from slab_det.runtime.modes import is_deployed
-from slab_det.runtime.tensors import check_finite
+from slab_det.runtime.tensors import HALF_PRECISIONS, check_finite
 
 
 def deploy(
@@ -36,13 +36,13 @@ def deploy(
     """Makes a detector faster for inference; its results differ by rounding.
 
     slab_det's blocks replace mmdet's, and feature maps are channels last. On a CPU, RoIAlign and 3x3 convolutions
-    have faster forms. On a GPU, blocks run as Triton kernels, and ``predict`` of
-    a single image replays the CUDA graph for its size.
+    have faster forms. On a GPU, blocks run as Triton kernels, and ``predict`` of a single image replays the CUDA graph
+    for its size.
 
     A deployed model has no gradients, and its state dict has other keys: save the original model instead.
 
     The original and the deployed model run on a small noise image (:func:`~slab_det.inference.trial.try_deployed`).
-    The deployed model's ``deployment_check`` holds their difference.
+    ``deployment_check`` of the deployed model holds their difference.
 
     Args:
         model: A detector or backbone of slab_det or mmdet, in eval mode, on the device where it will run. Its offline
@@ -80,31 +80,29 @@ def deploy(
     deployed = copy_module(model)
     if masks == 'rle':
         encode_masks(deployed)
-    _change_form(deployed, dtype)
-    if not next(deployed.parameters()).is_meta:
+    weight = next(model.parameters())
+    on_cpu = weight.device.type == 'cpu'
+    _change_form(deployed, dtype, on_cpu)
+    if not weight.is_meta:
         check = try_deployed(model, deployed, dtype)
         if check is not None:
             deployed.deployment_check = check
     deployed.deployed = True
     if inplace:
         # Only now: until here an error leaves every module and parameter of ``model`` as it was.
-        vars(model).clear()
         vars(model).update(vars(deployed))
         deployed = model
-    for module in deployed.modules():
-        # Of each module, because a part may be loaded by itself. The other checks are of the model before deployment.
-        # Not before the lines above: such a hook holds a weak reference to the module that it was registered on.
-        module._load_state_dict_pre_hooks.clear()
-        module.register_load_state_dict_pre_hook(_refuse_weights)
-    if hasattr(deployed, 'data_preprocessor') and not _is_on_cpu(deployed):
+    # From here on hooks and graphs refer to the model that is returned, and no longer to a copy.
+    _refuse_checkpoints(deployed)
+    if hasattr(deployed, 'data_preprocessor') and not on_cpu:
         use_graphs(deployed, masks)
     return deployed
 
 
-def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _change_form(model: nn.Module, dtype: torch.dtype | None, on_cpu: bool) -> None:
     """Replaces and casts the layers of ``model``, in place."""
     model.requires_grad_(False)
-    backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
+    backbone = getattr(model, 'backbone', model)
     adopt(model)
     for module in backbone.modules():
         if isinstance(module, Backbone):
@@ -114,7 +112,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
     replace_layers(model, deployed_deformable if on_cpu else triton_deformable)
     if on_cpu:
         replace_layers(model, deployed_roi_align)
-        is_half = (dtype or next(model.parameters()).dtype).itemsize == 2
+        is_half = (dtype or next(model.parameters()).dtype) in HALF_PRECISIONS
         replace_layers(model, patch_conv if is_half else winograd_conv)
     else:
         replace_layers(backbone, triton_windows)
@@ -133,10 +131,6 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
     backbone.register_forward_pre_hook(_check_inference_only)
 
 
-def _is_on_cpu(model: nn.Module) -> bool:
-    return next(model.parameters()).device.type == 'cpu'
-
-
 def _check_inference_only(backbone: nn.Module, inputs: tuple) -> None:
     has_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     # PyTorch 2.6 cannot tell an export from torch.compile, which may run a deployed model.
@@ -146,6 +140,14 @@ def _check_inference_only(backbone: nn.Module, inputs: tuple) -> None:
             'a deployed model only predicts, in eval mode, without gradients, tracing and export: use the fused model '
             'that it was made of; slab_det.export.export_onnx exports the fused model to ONNX'
         )
+
+
+def _refuse_checkpoints(model: nn.Module) -> None:
+    """Makes each module of a deployed model refuse checkpoints, because a part may be loaded by itself."""
+    for module in model.modules():
+        # The other checks are of the model before deployment.
+        module._load_state_dict_pre_hooks.clear()
+        module.register_load_state_dict_pre_hook(_refuse_weights)
 
 
 def _refuse_weights(module: nn.Module, *_: object) -> None:

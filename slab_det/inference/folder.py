@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from slab_det.inference.forms import Form
 from slab_det.machine import MACHINE
 from slab_det.runtime.errors import DeploymentError
+from slab_det.runtime.record import read_record
 
 FILE = 'optimize.json'
-SCHEMA = 1
 
 
 class Stored(NamedTuple):
@@ -49,12 +48,9 @@ def read_folder(folder: str | Path) -> dict:
             f'{folder} is no folder of slab-det optimize: it holds no {FILE}; give a config and a checkpoint'
         )
     try:
-        content = json.loads(path.read_text())
-        if content['schema'] != SCHEMA:
-            raise ValueError(f'schema {content["schema"]}, expected {SCHEMA}')
+        return read_record(path)
     except (ValueError, KeyError, TypeError) as error:
         raise DeploymentError(f'{path} is not what slab-det optimize writes ({error!r}); run it again') from error
-    return content
 
 
 def find_stored(folder: str | Path, key: str | None = None) -> Stored:
@@ -108,6 +104,6 @@ def _find_missing(folder: Path, entry: dict, device: str) -> str:
 
 def _cuts_off_sums(runtime: str) -> bool:
     # The import takes half a second, which PyTorch's forms do not need.
-    from slab_det.export.runtime import cuts_off_int8_sums
+    from slab_det.export.int8_sums import cuts_off_int8_sums
 
     return cuts_off_int8_sums(runtime)

@@ -11,12 +11,12 @@ from slab_det.runtimes import RUNTIMES, TABLE, find_missing, find_row
 
 # Options of slab_det.absorb for each budget of hidden channels, from many to few, by the name of the variant.
 CHANNELS = {
-    'channels75': dict(keep='all', channels=0.75),
-    'channels50': dict(keep='all', channels=0.5),
-    'channels33': dict(keep='all', channels=0.33),
+    'channels75': dict(channels=0.75),
+    'channels50': dict(channels=0.5),
+    'channels33': dict(channels=0.33),
 }
 # The options that also absorb the LayerNorms, and the name that they add to the variant's.
-NORMS = {'norms': dict(keep='none')}
+NORMS = {'norms': dict(norms='remove')}
 TITLES = {
     **{name: f'{options["channels"]:.0%} of the multiply-adds' for name, options in CHANNELS.items()},
     'norms': 'no LayerNorm',

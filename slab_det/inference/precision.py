@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from slab_det.families.deformable import SizedPixelDecoder, samples_here
 from slab_det.norms.base import at_least_float32
 from slab_det.runtime.errors import DeploymentError
-from slab_det.runtimes import precisions
+from slab_det.runtime.tensors import HALF_PRECISIONS
 
-HALF_PRECISIONS = tuple(getattr(torch, name) for name in precisions('torch') if name != 'float32')
 # The forward of a head returns scores, deltas or logits; mmdet computes coordinates from them afterwards.
 HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
 # The queries of these heads attend to maps with encodings of positions, which mmdet adds in float32.

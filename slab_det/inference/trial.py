@@ -17,7 +17,7 @@ from slab_det.compare.kernels import REMEDY, find_wrong_layers
 from slab_det.compare.rounding import explain_rounding
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import DeploymentError, name_some
-from slab_det.runtime.tensors import tensors_in
+from slab_det.runtime.tensors import HALF_PRECISIONS, tensors_in
 
 # Multiples of 64, as some necks need; a hundredth of the pixels of a COCO image.
 SIZE = (64, 128)
@@ -25,7 +25,7 @@ SIZE = (64, 128)
 FEW_OBJECTS = dict(score_thr=0.0, max_per_img=20)
 # Refused is what differs on each of these images: near a discontinuity, such as a quotient of two sums that are nearly
 # zero in linear attention, rounding may change a few tokens by much more in one run than in another.
-IMAGES = 4
+NUM_IMAGES = 4
 # Multiplies the bound in float32 and float64, because other kernels than the original's round more: Winograd's
 # convolution 13 times, and PyTorch's GroupNorm of channels-last maps 60 times where means are five times the
 # deviations. One wrong value in a map exceeds rounding more than a thousand times.
@@ -60,7 +60,7 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
 
 def _try_features(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | None) -> Comparison | None:
     precision = dtype or next(model.parameters()).dtype
-    for seed in range(IMAGES):
+    for seed in range(NUM_IMAGES):
         outputs = _run_both(model, deployed, dtype, 'features', seed)
         if outputs is None:
             return None
@@ -131,7 +131,7 @@ def _compare(
     """Compares feature maps of the deployed model with ``reference``, of ``model`` in float64."""
     differences = [rms_difference(*pair) for pair in zip(found, reference, strict=True)]
     rounding = explain_rounding(model, dtype, partial(_run, mode='features', seed=seed), reference)
-    factor = 1.0 if dtype.itemsize == 2 else KERNEL_FACTOR
+    factor = 1.0 if dtype in HALF_PRECISIONS else KERNEL_FACTOR
     bounds = [factor * accepted_difference(each, dtype) for each in rounding]
     worst = max(range(len(found)), key=lambda i: differences[i] / bounds[i])
     what, num_values = f'feature maps of noise, the worst at level {worst}', sum(x.numel() for x in found)

@@ -1,1 +1,1 @@
-"""Measures detectors: latency, cost, AP and agreement; writes reports and pictures."""
+"""Measures detectors: latency, cost, AP and its loss; writes reports and pictures."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
@@ -19,19 +19,18 @@ from slab_det.compare.features import input_channels
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.machine import find_device
 from slab_det.measure.cost import ModelCost, measure_cost
-from slab_det.measure.environment import describe_environment
-from slab_det.measure.markdown import format_table
 from slab_det.measure.scopes import SCOPES
 from slab_det.measure.timer import compare_times, time_in_turns
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.memory import keeps_freed_memory
 from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.numbers import check_size, check_threads
+from slab_det.runtime.record import Record, describe_environment, format_ratio, format_table
 from slab_det.runtimes import precisions
 
 
 @dataclass(frozen=True)
-class LatencyResult:
+class LatencyResult(Record):
     """Latency of one model in milliseconds per image at batch 1, and the conditions of the measurement.
 
     Attributes:
@@ -49,7 +48,7 @@ class LatencyResult:
         ratio: The time divided by the first model's time in the same round; the median over the rounds.
         ratio_quartiles: First and third quartile of this ratio over the rounds.
         cost: Multiply-adds, parameters and norms in the timed scope; None if they were not counted.
-        environment: See :func:`slab_det.measure.environment.describe_environment`.
+        environment: See :func:`slab_det.runtime.record.describe_environment`.
     """
 
     scope: str
@@ -71,10 +70,6 @@ class LatencyResult:
     ratio_quartiles: tuple[float, float]
     cost: ModelCost | None
     environment: dict
-
-    def to_dict(self) -> dict:
-        """Returns the attributes as a dictionary for JSON."""
-        return asdict(self)
 
 
 def measure_latency(
@@ -189,7 +184,7 @@ def latency_table(results: Mapping[str, LatencyResult]) -> str:
             'median ms': f'{result.median_ms:.2f}',
             'mean ± std': f'{result.mean_ms:.2f} ± {result.std_ms:.2f}',
             'p95': f'{result.p95_ms:.2f}',
-            'ratio (quartiles)': format_ratio(result.to_dict()),
+            'ratio (quartiles)': format_ratio(result.ratio, result.ratio_quartiles),
         }
         if result.cost:
             row['G multiply-adds'] = f'{result.cost.multiply_adds / 1e9:.3f}'
@@ -204,12 +199,6 @@ def latency_table(results: Mapping[str, LatencyResult]) -> str:
         found = ', '.join(f'{name} {result.detections}' for name, result in results.items())
         lines.append(f'objects found in {first.image}: {found}')
     return '\n'.join(lines)
-
-
-def format_ratio(latency: Mapping) -> str:
-    """Formats the ratio and its quartiles from ``LatencyResult.to_dict()``, such as '0.82 (0.80 to 0.85)'."""
-    low, high = latency['ratio_quartiles']
-    return f'{latency["ratio"]:.2f} ({low:.2f} to {high:.2f})'
 
 
 def describe_scope(latency: Mapping) -> str:

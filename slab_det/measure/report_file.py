@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmengine.fileio import put_text
 from mmengine.logging import MMLogger
 
 from slab_det.measure.latency import describe_scope
-from slab_det.measure.markdown import format_table
 from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.record import Record, format_table, read_record, write_record
 from slab_det.runtime.run_folder import locked
 
-SCHEMA = 1
 AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy'}
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
@@ -28,7 +25,7 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class ReportEntry:
+class ReportEntry(Record):
     """A detector, fused or not, and its measurements: one row of a table.
 
     Attributes:
@@ -45,7 +42,7 @@ class ReportEntry:
         recalibration: Passes, residual and images of the recalibration.
         fusion: How each norm was fused, and the largest difference between fused and unfused outputs.
         training: ``seed``, ``iterations`` and ``batch_size``.
-        environment: See :func:`slab_det.measure.environment.describe_environment`.
+        environment: See :func:`slab_det.runtime.record.describe_environment`.
     """
 
     name: str
@@ -124,6 +121,11 @@ def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:
     return [kind for kind in AP_KINDS if any(kind in (entry.ap or ()) for entry in entries)]
 
 
+def format_ap(ap: Mapping | None, kind: str) -> str:
+    """The main value of a kind of AP for one cell, times 100; a dash where it was not measured."""
+    return f'{100 * ap[kind][main_column(kind)]:.1f}' if kind in (ap or ()) else '–'
+
+
 def main_column(kind: str) -> str:
     """Returns the main column of an AP kind: 'AP' or 'top1'."""
     return next(iter(METRICS[kind]))
@@ -135,12 +137,8 @@ def read_report(path: str | Path) -> list[ReportEntry]:
     Raises:
         SlabDetError: If the file is not a report.
     """
-    text = Path(path).read_text()
     try:
-        content = json.loads(text)
-        if content['schema'] != SCHEMA:
-            raise ValueError(f'schema {content["schema"]}, expected {SCHEMA}')
-        return [ReportEntry(**entry) for entry in content['entries']]
+        return [ReportEntry(**entry) for entry in read_record(path)['entries']]
     except (ValueError, KeyError, TypeError) as error:
         raise SlabDetError(f'{path} is not a report.json of slab_det: {error!r}; measure again') from error
 
@@ -152,8 +150,7 @@ def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
 
 
 def _write(path: str | Path, entries: Iterable[ReportEntry]) -> None:
-    content = {'entries': [asdict(entry) for entry in entries], 'schema': SCHEMA}
-    put_text(json.dumps(content, indent=1, allow_nan=False) + '\n', str(path))
+    write_record(path, dict(entries=[entry.to_dict() for entry in entries]))
 
 
 def update_report(path: str | Path, *entries: ReportEntry) -> None:

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
+from slab_det.runtime.tensors import HALF_PRECISIONS
+
 # Never entered: only asked whether a backward pass runs in this thread.
 _TRACKER = ModuleTracker()
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Raises half precision to float32 and leaves float32 and float64 alone."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF_PRECISIONS else x
 
 
 def is_recomputing() -> bool:
@@ -136,7 +138,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            is_half = moved.dtype in (torch.float16, torch.bfloat16)
+            is_half = moved.dtype in HALF_PRECISIONS
             # Not from `moved`: a variance may have overflowed.
             return tensor.to(moved.device, torch.float32) if is_half and tensor in buffers else moved
 

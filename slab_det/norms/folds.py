@@ -56,11 +56,11 @@ class Write(NamedTuple):
 class Channels(NamedTuple):
     """Hidden channels, which can be removed: ``writers`` compute them, and nothing but ``readers`` reads them.
 
-    A module's method ``hidden_channels()`` yields one for each of its places with hidden channels, or the same values
-    as a tuple. Names are dotted and relative to the module.
+    A module's method ``hidden_channels()`` yields one for each unit, channels that go together, or the same values as a
+    tuple. Names are dotted and relative to the module.
 
     Attributes:
-        name: Name of the place; '' for the module itself.
+        name: Name of the unit; '' for the module itself.
         writers: Layers whose outputs are the channels. The layer of an attention writes q, k and v, one after another.
         readers: The layers that read the channels.
         between: What stands between, in any order: activations, depthwise convolutions, batch norms and group norms.
@@ -112,7 +112,7 @@ def register_folds(
         output_folds: Returns a :class:`Fold` for each output of a backbone, in the order of the outputs: the norm whose
             output it is, and the modules inside the backbone that also read the norm.
         writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
-        hidden_channels: Returns a :class:`Channels` for each place with hidden channels, for :func:`slab_det.absorb`.
+        hidden_channels: Returns a :class:`Channels` for each unit of hidden channels, for :func:`slab_det.absorb`.
             Raises CannotFold if the module has layers that keep all of its channels.
     """
     rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from slab_det.compare.agreement import ASSUMED_AP, agreement, agreement_error, expected_loss
+from slab_det.compare.ruler import ASSUMED_AP, retained_ap
 from slab_det.measure.timer import compare_times
-from slab_det.optimization.records import Records
+from slab_det.optimization.records import TRUTH, Records
+from slab_det.runtime.record import Record
 
 # Losses of AP up to this one, in points, count as none when forms are compared with each other.
 NEGLIGIBLE_LOSS = 0.05
-# With fewer detections of the original detector the agreement says little.
-FEW_DETECTIONS = 50
 # Of two forms of equal speed, the quartiles of one lie below the other's in 2 of 100 trials with this many rounds, and
 # in 10 with half as many; with fewer rounds the whole ranges are compared.
 QUARTILE_ROUNDS = 10
@@ -23,7 +22,7 @@ SURE_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Record):
     """What was measured of a form.
 
     Attributes:
@@ -34,11 +33,11 @@ class Measured:
         ratio: The time over the time of the original detector in the same round, the median over the rounds.
         quartiles: First and third quartile of this ratio.
         extremes: The smallest and the largest of these ratios.
-        agreement: See :func:`slab_det.compare.agreement.agreement`.
-        images: Number of images that agreement rests on.
+        retained_ap: See :func:`slab_det.compare.ruler.retained_ap`.
+        images: Number of images that it rests on.
         detections: Number of detections of the original detector in them.
-        expected_loss: The loss of AP that the agreement means, in points.
-        loss_range: The losses at two standard errors above and below the agreement.
+        expected_loss: The loss of AP that it means, in points; negative for a gain.
+        loss_range: The losses at two standard errors above and below it.
         ap_loss: The measured loss of AP in points, the largest of boxes and masks; None where AP was not measured.
         ap_loss_range: The measured loss at two standard errors, of the choice of images, below and above.
     """
@@ -50,7 +49,7 @@ class Measured:
     ratio: float
     quartiles: tuple[float, float]
     extremes: tuple[float, float]
-    agreement: float
+    retained_ap: float
     images: int
     detections: int
     expected_loss: float
@@ -62,15 +61,6 @@ class Measured:
     def loss(self) -> float:
         """The loss of AP in points: the measured one, else the expected one."""
         return self.expected_loss if self.ap_loss is None else self.ap_loss
-
-    def to_dict(self) -> dict:
-        """The attributes as values that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, entry: Mapping) -> Measured:
-        """Reads the attributes from a mapping that holds them among others."""
-        return cls(**{field.name: entry[field.name] for field in fields(cls)})
 
 
 def summarize(
@@ -92,23 +82,23 @@ def summarize(
         ap_losses: The measured loss of AP in points, and its range; None where AP was not measured.
 
     Raises:
-        AgreementError: See :func:`~slab_det.compare.agreement.agreement`.
+        ComparisonError: See :func:`~slab_det.compare.ruler.retained_ap`.
     """
     times = records.times(key, base)
-    reference, other = records.pairs(key, base)
-    value, error = (1.0, 0.0) if key == base else (agreement(reference, other), agreement_error(reference, other))
-    losses = [100 * expected_loss(min(max(value + step * error, 0), 1), ap) for step in (2, 0, -2)]
+    truth, reference, other = records.found_by(TRUTH, base, key)
+    retained = retained_ap(truth, reference, other)
+    loss, low, high = (100 * value for value in retained.losses(ap))
     return Measured(
         key=key,
         changes=changes,
         rounds=len(times),
         median_ms=float(np.median(records.times(key))),
         **compare_times(times, records.times(base, key))._asdict(),
-        agreement=value,
+        retained_ap=retained.value,
         images=len(reference),
         detections=sum(len(found.scores) for found in reference),
-        expected_loss=losses[1],
-        loss_range=(losses[0], losses[2]),
+        expected_loss=loss,
+        loss_range=(low, high),
         ap_loss=ap_losses and ap_losses[0],
         ap_loss_range=ap_losses and ap_losses[1:],
     )

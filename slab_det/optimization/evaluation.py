@@ -11,7 +11,7 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from torch import nn
 
-from slab_det.compare.agreement import ASSUMED_AP, GROUPS
+from slab_det.compare.ruler import ASSUMED_AP, GROUPS
 from slab_det.inference.forms import Form
 from slab_det.measure.evaluate import evaluate_groups
 from slab_det.measure.report_file import describe_dataset, main_column
@@ -52,7 +52,7 @@ class Evaluation:
 
         Of boxes and masks, it is the larger loss. The range is two standard errors, which the choice of images causes:
         those of a jackknife of the difference of both detectors, as in
-        :func:`~slab_det.compare.agreement.agreement_error`.
+        :func:`~slab_det.compare.ruler.retained_ap`.
         """
         if key not in self.found:
             return None

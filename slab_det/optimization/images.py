@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmengine.config import Config
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 from slab_det.recalibration import image_folder_dataloader
 from slab_det.runtime.errors import DataError
 
-# Every third image is held out. With a single one held out nothing says how far its agreement may be off.
+# Every third image is held out. With a single one held out nothing says how far an estimated loss may be off.
 HELD_OUT = 3
 LEAST_IMAGES = 2 * HELD_OUT
 # Absorption takes seconds for each image, and more improve an absorbed detector little.
@@ -51,10 +52,13 @@ class SplitImages:
         self.shapes = {i: tuple(dataset[i]['data_samples'].img_shape) for i in held_out}
         others = [i for i in range(count) if i not in held_out]
         num_fitted = min(MOST_FITTED, len(others))
-        images = Subset(dataset, [others[i * len(others) // num_fitted] for i in range(num_fitted)])
-        # Batches are then prepared as for inference.
-        images.test_mode = True
-        self.fitted = DataLoader(images, batch_size=1, collate_fn=loader.collate_fn)
+        self._dataset, self._collate = dataset, loader.collate_fn
+        fitted = self._prepared([others[i * len(others) // num_fitted] for i in range(num_fitted)])
+        self.fitted = DataLoader(fitted, batch_size=1, collate_fn=self._collate)
+
+    def load(self, index: int) -> DataLoader:
+        """One image, prepared as for inference."""
+        return DataLoader(self._prepared([index]), batch_size=1, collate_fn=self._collate)
 
     def digest(self) -> str:
         """A digest of the bytes of all images."""
@@ -62,6 +66,12 @@ class SplitImages:
         for name in self.names:
             digest.update(name.read_bytes())
         return digest.hexdigest()
+
+    def _prepared(self, indices: Sequence[int]) -> Subset:
+        """Images whose batches are prepared as for inference."""
+        images = Subset(self._dataset, indices)
+        images.test_mode = True
+        return images
 
     def find_sizes(self) -> str:
         """The sizes of the held-out images after the test pipeline, in words."""

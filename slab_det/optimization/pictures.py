@@ -1,4 +1,4 @@
-"""Draws agreement over time, and the objects that the original detector and the recommended form find."""
+"""Draws the retained AP over time, and the objects that the original detector and the recommended form find."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import PercentFormatter
 from pycocotools import mask as coco_mask
 
-from slab_det.compare.agreement import Detections, agreement, least_agreement
+from slab_det.compare.detections import Detections
+from slab_det.compare.ruler import retained_ap
 from slab_det.measure.figure import COLOURS, INK, WIDTH, styled
-from slab_det.runtime.errors import AgreementError
+from slab_det.runtime.errors import ComparisonError
 
 NUM_DRAWN = 5
 # Classes beyond these have the colour of an earlier one.
@@ -35,8 +37,10 @@ LABEL = 46
 
 
 @styled
-def agreement_figure(content: Mapping) -> Figure:
-    """Draws the agreement of each form over its time, numbered from the fastest; lines are quartiles.
+def loss_figure(content: Mapping) -> Figure:
+    """Draws the share of the AP that each form retains over its time, numbered from the fastest.
+
+    Horizontal lines are the quartiles of the time, vertical ones two standard errors of the share.
 
     Times are ratios to the original detector in the same rounds, as optimize.json has them: milliseconds of forms that
     were measured in different rounds cannot be compared. Forms that were compared on fewer detections are hollow.
@@ -52,35 +56,39 @@ def agreement_figure(content: Mapping) -> Figure:
     below = LINE_HEIGHT * (lines + 2)
     figure = Figure(figsize=(WIDTH, PANEL_HEIGHT + below))
     axes, legend = figure.subplots(2, 1, height_ratios=(PANEL_HEIGHT, below))
-    least = least_agreement(content['max_loss'] / 100, content['ap'])
-    # Forms that find much less stand at the lower edge, because they would hide how the others differ; the legend has
-    # their agreement.
-    low = 1 - 2 * max(1 - least, 0.02)
-    high = 1 + 0.15 * (1 - low)
+    least = 1 - content['max_loss'] / 100 / content['ap']
+    # Forms that lose much more stand at the lower edge, because they would hide how the others differ; the legend has
+    # their share.
+    low = 1 - 3 * max(1 - least, 0.02)
+    ranges = [[1 - loss / 100 / content['ap'] for loss in entry['loss_range'][::-1]] for entry in entries]
+    high = max(1 - 0.15 * (low - 1), *(1.01 * end for _, end in ranges))
     right = 1.06 * max(max(*entry['quartiles'], entry['ratio']) for entry in entries)
-    axes.set(xlim=(0, right), ylim=(low, high), ylabel='agreement with the original detector')
+    axes.set(ylabel='AP retained', xlim=(0, right), ylim=(low, high))
     axes.set_xlabel(f'time for an image; the original detector, of {base["median_ms"]:.3g} ms: 1')
-    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 1])
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     most = max(entry['detections'] for entry in entries)
     places, handles = [], []
-    for entry, label in zip(entries, labels, strict=True):
+    for entry, label, errors in zip(entries, labels, ranges, strict=True):
         time, (start, end) = entry['ratio'], entry['quartiles']
-        colour, y = RUNTIME_COLOURS.get(entry['runtime'], INK), max(entry['agreement'], low + 0.02 * (high - low))
+        colour, y = RUNTIME_COLOURS.get(entry['runtime'], INK), max(entry['retained_ap'], low + 0.02 * (high - low))
+        is_below = entry['retained_ap'] < y
         look = dict(color=colour, mfc=colour if entry['detections'] == most else 'white', ms=5)
-        look['marker'] = 'v' if entry['agreement'] < y else MARKERS.get(entry['precision'], 'P')
+        look['marker'] = 'v' if is_below else MARKERS.get(entry['precision'], 'P')
         axes.plot([start, end], [y, y], color=colour, lw=1)
+        if not is_below:
+            axes.plot([time, time], errors, color=colour, lw=1)
         axes.plot(time, y, ls='', zorder=3, **look)
         if entry['key'] == content['recommended']:
             axes.plot(time, y, 'o', ms=12, mfc='none', color=INK, zorder=4)
         places.append((time, y))
-        label += f' (agreement {entry["agreement"]:.2f})' * (entry['agreement'] < y)
+        label += f' ({entry["retained_ap"]:.0%} retained)' * is_below
         handles.append(Line2D([], [], ls='', label=label, **look))
     _number(axes, places)
     axes.axhline(least, color='0.5', lw=1, ls='--')
     beside = dict(xycoords=('axes fraction', 'data'), textcoords='offset points', ha='right', va='top', color='0.4')
     axes.annotate(f'below: a loss of more than {content["max_loss"]:g} AP', (1, least), xytext=(-2, -2), **beside)
     fewer = sorted({entry['detections'] for entry in entries} - {most})
-    title = f'Agreement on {most:,} detections' + f'; hollow: on {" or ".join(f"{n:,}" for n in fewer)}' * bool(fewer)
+    title = f'AP retained on {most:,} detections' + f'; hollow: on {" or ".join(f"{n:,}" for n in fewer)}' * bool(fewer)
     legend.set_axis_off()
     legend.legend(handles=handles, loc='center', ncols=2, borderaxespad=0, title=title)
     return figure
@@ -121,12 +129,13 @@ def _offsets() -> Iterator[tuple[float, float]]:
 
 
 def find_least_agreeing(reference: Mapping[int, Detections], other: Mapping[int, Detections], count: int) -> list[int]:
-    """The images, of those in which one of two detectors finds something, on which they agree least."""
+    """The images, of those in which the first detector finds something, on which the other finds it least."""
     values = {}
     for image in sorted(reference.keys() & other.keys()):
         try:
-            values[image] = agreement([reference[image]], [other[image]])
-        except AgreementError:  # nothing is found
+            found = [reference[image]]
+            values[image] = retained_ap(found, found, [other[image]]).value
+        except ComparisonError:  # nothing is found
             continue
     return sorted(values, key=values.get)[:count]
 

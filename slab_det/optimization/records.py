@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from slab_det.compare.agreement import Detections
+from slab_det.compare.detections import Detections
 from slab_det.runtime.run_folder import whole_file
 
 STATE, ROUNDS = 'state.json', 'rounds.jsonl'
+# Stands for the original detector on mirrored images among the keys of forms that found something.
+TRUTH = 'mirrored'
 
 
 class Records:
@@ -28,7 +30,7 @@ class Records:
         folder: The folder.
         state: Values that JSON can hold, saved by :meth:`save`.
         rounds: The milliseconds of each form, by its key, on one image; one dict per round.
-        found: The detections of each form, by its key, in each image, by its index.
+        found: The detections of each form, by its key, in each image, by its index; of ``TRUTH`` too.
         damaged: What is wrong with earlier records of the same key.
 
     Args:
@@ -87,11 +89,11 @@ class Records:
         """The milliseconds of a form in each of its rounds, or of those that ``other`` took part in."""
         return np.array([times[key] for times in self.rounds if {key, other or key} <= times.keys()])
 
-    def pairs(self, key: str, base: str) -> tuple[list[Detections], list[Detections]]:
-        """The detections of ``base`` and of a form in each image that both have seen."""
-        mine, theirs = self.found.get(base, {}), self.found.get(key, {})
-        images = sorted(mine.keys() & theirs.keys())
-        return [mine[i] for i in images], [theirs[i] for i in images]
+    def found_by(self, *keys: str) -> list[list[Detections]]:
+        """The detections of each of several forms, in the images that all of them have seen."""
+        found = [self.found.get(key, {}) for key in keys]
+        images = sorted(set.intersection(*(set(each) for each in found)))
+        return [[each[i] for i in images] for each in found]
 
     def _read(self) -> None:
         """Reads the files of the folder, if there are any; what is not as it was written raises some error."""
@@ -119,7 +121,7 @@ class Records:
                 self._keep(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f'{ROUNDS}, line {number}: {error!r}') from error
-        unknown = {*self.found}.union(*self.rounds) - state['forms'].keys()
+        unknown = {*self.found}.union(*self.rounds) - state['forms'].keys() - {TRUTH}
         if unknown:
             raise ValueError(f'{ROUNDS} has forms that {STATE} lacks: {", ".join(sorted(unknown))}')
 

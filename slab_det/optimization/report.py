@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -10,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from slab_det.compare.agreement import LOSS_EVIDENCE, Detections
-from slab_det.inference.folder import FILE, SCHEMA, is_folder, read_folder
-from slab_det.measure.markdown import format_table
-from slab_det.measure.report_file import AP_KINDS, main_column
-from slab_det.optimization.choice import FEW_DETECTIONS, QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
+from slab_det.compare.detections import Detections
+from slab_det.compare.ruler import FEW_DETECTIONS
+from slab_det.inference.folder import FILE, is_folder, read_folder
+from slab_det.measure.report_file import AP_KINDS, format_ap
+from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.optimization.evidence import describe_evidence
 from slab_det.optimization.own_files import OwnFiles
 from slab_det.runtime.errors import DeploymentError
+from slab_det.runtime.record import SCHEMA, Record, format_ratio, format_table, to_json
 
 SHORT = (
     f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '
@@ -25,11 +25,11 @@ SHORT = (
 )
 # Detections below this score are not drawn, as in mmdet's demo.
 SCORE = 0.3
-README, FIGURE, GRID = 'README.md', 'agreement_ms.svg', 'objects.png'
+README, FIGURE, GRID = 'README.md', 'ap_ms.svg', 'objects.png'
 
 
 @dataclass(frozen=True)
-class OptimizationReport:
+class OptimizationReport(Record):
     """The result of :func:`slab_det.optimize`.
 
     Attributes:
@@ -102,7 +102,7 @@ class OptimizationReport:
         """The forms as a Markdown table, the fastest first."""
         entries, base_ms = self.content['forms'], self.entry('eager')['median_ms']
         kinds = [kind for kind in AP_KINDS if any(kind in (entry['ap'] or ()) for entry in entries)]
-        titles = ['form', 'ms', 'of the time of eager', 'agreement', 'expected loss of AP']
+        titles = ['form', 'ms', 'of the time of eager', 'AP retained', 'expected loss of AP']
         titles += [*(AP_KINDS[kind] for kind in kinds), 'memory', 'first image', 'on disk']
         rows = []
         for entry in entries:
@@ -115,9 +115,8 @@ class OptimizationReport:
             low, high = entry['loss_range']
             loss = '–' if is_base else f'{entry["expected_loss"]:.2f} ({low:.2f} to {high:.2f})'
             row = [title, _digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
-            row += ['–' if is_base else f'{entry["agreement"]:.3f}', loss]
-            ap = entry['ap'] or {}
-            row += [f'{100 * ap[kind][main_column(kind)]:.1f}' if kind in ap else '–' for kind in kinds]
+            row += ['–' if is_base else f'{entry["retained_ap"]:.1%}', loss]
+            row += [format_ap(entry['ap'], kind) for kind in kinds]
             memory = '–' if entry['memory_mb'] is None else f'{entry["memory_mb"]:.0f} MB'
             rows.append([*row, memory, f'{entry["first_s"]:.1f} s', f'{entry["disk_mb"]:.0f} MB'])
         return format_table(titles, rows)
@@ -135,9 +134,10 @@ class OptimizationReport:
             'median of the ratio to eager in the same round, in brackets its quartiles, over up to '
             f'{base["rounds"]} rounds; '
             "ms: the ratio times eager's median" + ('; * is as fast as the recommended form.' if ties else '.'),
-            f'Agreement: AP with the {base["detections"]} detections of the original detector in {base["images"]} '
-            f'held-out images as the truth. Expected loss: in points, {_describe_ap(content["ap"], base)}; in brackets '
-            f'at two standard errors of the agreement. {LOSS_EVIDENCE} {describe_evidence(content["max_loss"])}',
+            f'AP retained: AP over that of the original detector ({base["detections"]} detections), with what that '
+            f'finds in {base["images"]} mirrored held-out images as the truth. Expected loss: in points, '
+            f'{_describe_ap(content["ap"], base)}; in brackets at two standard errors. '
+            f'{describe_evidence(content["max_loss"])}',
             *[SHORT] * is_short,
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
@@ -149,9 +149,12 @@ class OptimizationReport:
             lines.append(f'Not measured in the time: {"; ".join(content["not_measured"])}. The same command goes on.')
         return lines
 
-    def __str__(self) -> str:
-        notes = '\n'.join(f'- {note}' for note in self.notes())
-        return f'{self.verdict()}\n\n{self.table()}\n\n{notes}'
+    def to_dict(self) -> dict:
+        """What optimize.json holds."""
+        return self.content
+
+    def lines(self) -> list[str]:
+        return [self.verdict(), '', self.table(), '', *(f'- {note}' for note in self.notes())]
 
 
 def _digits(value: float) -> str:
@@ -160,8 +163,7 @@ def _digits(value: float) -> str:
 
 
 def _ratio(entry: Mapping) -> str:
-    low, high = entry['quartiles']
-    return f'{entry["ratio"]:.2f} ({low:.2f} to {high:.2f})'
+    return format_ratio(entry['ratio'], entry['quartiles'])
 
 
 def _describe_ap(ap: float, base: Mapping) -> str:
@@ -197,7 +199,7 @@ def write_folder(files: OwnFiles, content: dict, forms: Mapping[str, tuple[Path,
         entry['loss'] = entry['expected_loss'] if entry['ap_loss'] is None else entry['ap_loss']
     report = OptimizationReport(files.folder, content | dict(schema=SCHEMA))
     _write_text(files, README, _readme(report, has_pictures=False))
-    _write_text(files, FILE, json.dumps(report.content, indent=1, allow_nan=False) + '\n')
+    _write_text(files, FILE, to_json(report.content))
     files.remove_others({README, FILE, *(name for entry in content['forms'] for name in entry['files'])})
     return report
 
@@ -215,12 +217,12 @@ def draw_pictures(
     """
     # Matplotlib takes a second, which loading a folder does not need.
     from slab_det.measure.figure import save_figure
-    from slab_det.optimization.pictures import agreement_figure, objects_figure
+    from slab_det.optimization.pictures import loss_figure, objects_figure
 
     titles = dict(zip(('before', 'after'), (report.entry('eager'), report.recommended), strict=True))
     shown = {f'{which}: {entry["title"]}': found[entry['key']] for which, entry in titles.items()}
     objects = objects_figure(shown, images, report.content['classes'], SCORE)
-    figures = {FIGURE: agreement_figure(report.content), GRID: objects}
+    figures = {FIGURE: loss_figure(report.content), GRID: objects}
     for name, figure in figures.items():
         with TemporaryDirectory() as folder, files.write(name) as path:
             save_figure(figure, Path(folder, name))
@@ -238,7 +240,7 @@ def _read_key(folder: Path) -> dict | None:
 def _readme(report: OptimizationReport, has_pictures: bool) -> str:
     notes = '\n'.join(f'- {note}' for note in report.notes())
     pictures = f"""
-![Agreement with the original detector over the time of each form]({FIGURE})
+![AP retained over the time of each form]({FIGURE})
 
 ![Objects of score {SCORE:g} and more that both detectors find]({GRID})
 """

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -14,25 +13,25 @@ from mmengine.config import Config
 from torch import nn
 
 from slab_det.checkpoints import build_detector
-from slab_det.compare.agreement import as_detections
+from slab_det.compare.detections import as_detections
+from slab_det.compare.ruler import retained_ap
 from slab_det.fusion.fuse import check_statistics
 from slab_det.inference.folder import FILE
 from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
 from slab_det.machine import find_device
-from slab_det.measure.environment import describe_environment
 from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.own_files import OwnFiles, check_own
-from slab_det.optimization.records import Records
+from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
 from slab_det.optimization.turns import BASE, LEAST_ROUNDS, Turns
 from slab_det.optimization.variants import Variants
-from slab_det.runtime.errors import ConfigError, DataError, SlabDetError, config_errors
+from slab_det.runtime.errors import ComparisonError, ConfigError, DataError, SlabDetError, config_errors
 from slab_det.runtime.mute import mute_log
 from slab_det.runtime.numbers import check_threads
+from slab_det.runtime.record import describe_environment
 from slab_det.runtime.run_folder import check_writable, locked
-from slab_det.runtimes import EXPORT_RUNTIMES
 
 # Rounds after which forms are dropped, and rounds of each form that is left.
 FIRST_ROUNDS, ROUNDS = SURE_ROUNDS, 30
@@ -62,10 +61,11 @@ def optimize(
     with its LayerNorms absorbed (:func:`slab_det.absorb`).
 
     Every form predicts the images in turns, one at a time, from the bytes of a file to detections. A third of the
-    images is held out from absorption and int8 calibration: on these, times are measured, and detections are compared
-    with the original detector's (:func:`slab_det.compare.agreement.agreement`). A form that is slower than a form which
-    loses no more is dropped early. The fastest form whose loss of AP is at most ``max_loss`` is recommended, or, of
-    forms of about the same speed, the one with the fewest changes (:func:`~slab_det.optimization.choice.choose`).
+    images is held out from absorption and int8 calibration: on these, times are measured, and the share of the AP that
+    a form retains is estimated from detections (:func:`slab_det.compare.ruler.retained_ap`). A form that is slower than
+    one which loses no more is dropped early. The fastest form whose loss of AP is at most ``max_loss`` is recommended,
+    or, of forms of about the same speed, the one with the fewest changes
+    (:func:`~slab_det.optimization.choice.choose`).
 
     Args:
         config: Config of the detector, or its path; any detector that :func:`slab_det.deploy` takes.
@@ -75,8 +75,7 @@ def optimize(
             recommended form, from the first minute on: the folder is written after each step. ``out/work`` holds what
             was measured; the same call goes on from there.
         minutes: A deadline: no step begins after it. Making, loading and first measuring a form is a step, and so is
-            each further round. Only the original detector is measured in any case. Less than ten minutes absorb on
-            fewer images, four a minute; a call with more of them begins anew.
+            each further round. Only the original detector is measured in any case.
         max_loss: Largest loss of AP, in points from 0 to 100.
         eval: Also measure AP of the original and the recommended form, on ``val_dataloader`` of the config. The
             measured loss then replaces the expected one. It is not part of ``minutes``.
@@ -91,7 +90,7 @@ def optimize(
     Raises:
         ConfigError, CheckpointError: If the detector cannot be built or loaded.
         DataError: If the folder holds fewer than six readable images, the detector finds nothing in the held-out
-            images, or its measured AP is 0.
+            images that it finds again when they are mirrored, or its measured AP is 0.
         SlabDetError: If ``out`` holds files that no call wrote, another program works there, or an argument is out of
             range.
         OSError: If a file cannot be written. The same call goes on afterwards.
@@ -166,7 +165,7 @@ class _Search:
             config=hashlib.sha256(cfg.pretty_text.encode()).hexdigest(),
             checkpoint=_digest_weights(detector),
             images=images.digest(),
-            versions=self.environment['versions'] | _runtime_versions(),
+            versions=self.environment['versions'],
             device=self.environment['device'],
             threads=threads,
         )
@@ -185,7 +184,7 @@ class _Search:
         turns = self.turns
         self._check_finds()
         if eval:
-            # First: what an agreement means depends on it.
+            # First: what a share of the AP means depends on it.
             start = time.monotonic()
             self.evaluation.measure_base(self.detector)
             turns.deadline += time.monotonic() - start
@@ -251,24 +250,26 @@ class _Search:
         return form == BASE or (form.key in measured and measured[form.key].loss_range[0] <= self.max_loss)
 
     def _check_finds(self) -> None:
-        """Puts the first held-out image with a detection first.
+        """Puts the first held-out image first in which the detector finds something, mirrored too.
 
         Raises:
             DataError: If there is none.
         """
-        turns, order = self.turns, self.turns.order
+        turns, order, records = self.turns, self.turns.order, self.records
         for image in order:
-            if image not in self.records.found.get(BASE.key, {}):
+            if not {BASE.key, TRUTH} <= {key for key, found in records.found.items() if image in found}:
                 turns.load([BASE])
                 found = as_detections(turns.served[BASE.key](self.images.contents[image]))
-                self.records.add(image, {}, {BASE.key: found})
-            if len(self.records.found[BASE.key][image].scores):
+                records.add(image, {}, {BASE.key: found} | turns.find_truth(image))
+            found = [records.found[BASE.key][image]]
+            with suppress(ComparisonError):  # nothing is found
+                retained_ap([records.found[TRUTH][image]], found, found)
                 order.remove(image)
                 order.insert(0, image)
                 return
         raise DataError(
-            f'the detector finds nothing in {len(order)} images, so nothing shows whether a faster form finds the '
-            'same: give images of its objects, and check config and checkpoint'
+            f'the detector finds nothing in {len(order)} images that it finds again in the mirrored image, so nothing '
+            'shows what a faster form loses: give images of its objects, and check config and checkpoint'
         )
 
     def _try_variants(self, names: Sequence[str], middle: int) -> None:
@@ -350,11 +351,3 @@ def _digest_weights(detector: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _runtime_versions() -> dict[str, str]:
-    found = {}
-    for name in EXPORT_RUNTIMES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

@@ -8,13 +8,13 @@ from collections.abc import Container, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from slab_det.compare.agreement import as_detections
+from slab_det.compare.detections import Detections, as_detections, detect
 from slab_det.inference.forms import Form
 from slab_det.inference.serving import ServedDetector, load_detector
 from slab_det.measure.timer import PAUSE_SECONDS, take_turns, time_call
 from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.images import SplitImages
-from slab_det.optimization.records import Records
+from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.variants import Variants
 from slab_det.runtime.errors import describe_reason
 from slab_det.runtime.memory import memory_growth
@@ -146,12 +146,19 @@ class Turns:
         self.served[form.key], self.warm[form.key] = served, {self.images.shapes[image]}
         self.infos.setdefault(form.key, info)
 
+    def find_truth(self, image: int) -> dict[str, Detections]:
+        """What the original detector, which is loaded, finds in a mirrored image that it was not shown before."""
+        if image in self.records.found.get(TRUTH, {}):
+            return {}
+        (found,) = detect(self.served[BASE.key].model, self.images.load(image), mirrored=True)
+        return {TRUTH: found}
+
     def _run_round(self, keys: list[str]) -> None:
         """Predicts one image with each form, in alternating order: the first image that one of them has not seen."""
-        records, times, found = self.records, {}, {}
+        records, times = self.records, {}
         unseen = (i for i in self.order if any(i not in records.found.get(key, {}) for key in keys))
         image = next(unseen, self.order[len(records.rounds) % len(self.order)])
-        content = self.images.contents[image]
+        content, found = self.images.contents[image], self.find_truth(image)
         for key in take_turns(keys, len(records.rounds)):
             served, is_new = self.served[key], image not in records.found.get(key, {})
             try:

@@ -78,6 +78,8 @@ class Variants:
                 self.images,
                 **absorb_options(form),
                 work_dir=self.folder / f'{form.model}_blocks',
+                # The forms are compared on images of their own.
+                compare=False,
                 progress=self.progress,
             )
         finally:
@@ -87,8 +89,7 @@ class Variants:
 
 def absorb_options(form: Form) -> dict:
     """The options of :func:`slab_det.absorb` that make a form's weights."""
-    options: dict = {}
+    options: dict = dict(channels=1)
     for part in form.variant:
-        # The norms come last, and are then absorbed too.
         options |= CHANNELS[part] if part in CHANNELS else NORMS[part]
     return options | dict(int8=form.precision == 'int8')

@@ -171,36 +171,41 @@ def count_objects(coco: CocoFile, classes: Sequence[str]) -> int:
         DataError: If it drops all of them, or more than a quarter without such a mark, with count and reason, or if the
             ids of images or categories are off by one.
     """
-    wanted, lost, first = coco.wanted(classes), Counter(), {}
+    lost, total = _find_losses(coco, classes)
+    num_lost = sum(map(len, lost.values()))
+    if not num_lost:
+        return total
+    told = '; '.join(
+        f'{len(items)} {words} (annotation {items[0].get("id")!r} has {key} = {items[0][key]!r})'
+        for name, (key, words) in REASONS.items()
+        if (items := lost[name])
+    )
+    message = f'{coco.where}: {num_lost} of its {total} annotations are no objects to learn or to find: {told}'
+    # A list of images that was cut short leaves annotations behind, which are no fault unless other images lack theirs.
+    idle = len(coco.images.keys() - {item['image_id'] for item in coco.annotations})
+    behind = len(lost['image']) if idle <= len(coco.images) * MAX_LOST else 0
+    marked, most = sum(len(lost[name]) for name in MARKS), (total - behind) * MAX_LOST
+    if num_lost == total or num_lost - behind - marked > most:
+        raise DataError(f'{message}. Correct them, or take them out of the file')
+    logger = MMLogger.get_current_instance()
+    (logger.warning if marked > most else logger.info)(message)
+    return total - num_lost
+
+
+def _find_losses(coco: CocoFile, classes: Sequence[str]) -> tuple[dict[str, list[dict]], int]:
+    """The annotations that mmdet drops, by reason, and the number of all that are of ``classes`` or of no category."""
+    wanted = coco.wanted(classes)
     # Categories that classes does not name are left out on purpose.
     others = coco.categories.keys() - wanted
+    lost: dict[str, list[dict]] = {name: [] for name in REASONS}
     with coco_errors(coco.where):
         _check_shift(coco, 'image_id', coco.images, [*coco.annotations, *coco.strays])
         _check_shift(coco, 'category_id', coco.categories, coco.annotations)
         items = [item for item in (*coco.annotations, *coco.strays) if item.get('category_id') not in others]
         for item in items:
             if reason := find_loss(item, coco.images.get(item['image_id']), wanted):
-                lost[reason] += 1
-                first.setdefault(reason, item)
-    total = len(items)
-    if not lost:
-        return total
-    told = '; '.join(
-        f'{lost[name]} {words} (annotation {first[name].get("id")!r} has {key} = {first[name][key]!r})'
-        for name, (key, words) in REASONS.items()
-        if lost[name]
-    )
-    # Annotations of a list of images that was cut short are no fault, unless they are missing from other images.
-    idle = len(coco.images.keys() - {item['image_id'] for item in coco.annotations})
-    strays = 0 if idle <= len(coco.images) * MAX_LOST else lost['image']
-    counted = total - lost['image'] + strays
-    marked = sum(lost[name] for name in MARKS)
-    message = f'{coco.where}: {lost.total()} of its {total} annotations are no objects to learn or to find: {told}'
-    if lost.total() == total or lost.total() - lost['image'] + strays - marked > counted * MAX_LOST:
-        raise DataError(f'{message}. Correct them, or take them out of the file')
-    logger = MMLogger.get_current_instance()
-    (logger.warning if marked > counted * MAX_LOST else logger.info)(message)
-    return total - lost.total()
+                lost[reason].append(item)
+    return lost, len(items)
 
 
 def find_loss(item: dict, image: dict | None, wanted: set) -> str | None:

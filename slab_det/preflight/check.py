@@ -28,7 +28,7 @@ from slab_det.runtime.errors import ConfigError, DataError, name_some
 from slab_det.runtime.registries import enter_scope
 
 SPLITS = ('train', 'val', 'test')
-HEADS = ('head', 'bbox_head', 'mask_head', 'panoptic_head')
+HEAD_NAMES = ('head', 'bbox_head', 'mask_head', 'panoptic_head')
 
 
 def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
@@ -111,7 +111,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     for name, module in model.named_modules():
         num_classes = getattr(module, 'num_classes', None)
         # The heads of a cascade are numbered.
-        is_head = name.rstrip('.0123456789').rpartition('.')[2] in HEADS
+        is_head = name.rstrip('.0123456789').rpartition('.')[2] in HEAD_NAMES
         if is_head and num_classes is not None and num_classes not in numbers:
             raise DataError(
                 f'{name} has num_classes={num_classes}, but the {split} dataset has {len(classes)} classes '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import RecalibrationError, collect_moments
 from slab_det.runtime.batches import check_batches, one_pass
+from slab_det.runtime.record import Record
 
 # In sigmas or log variances. If the statistics of a norm change by more in a pass, its inputs were far from final, and
 # it normalises by batch again in the next pass. Otherwise errors grow from norm to norm, to 1e14 sigmas after 32 norms.
@@ -19,7 +20,7 @@ JUMP = 3.0
 
 
 @dataclass
-class RecalibrationReport:
+class RecalibrationReport(Record):
     """How a recalibration went.
 
     Attributes:
@@ -38,9 +39,9 @@ class RecalibrationReport:
     converged: bool = False
 
     def to_dict(self) -> dict:
-        return {**asdict(self), 'passes': 1 + len(self.residuals)}
+        return {**super().to_dict(), 'passes': 1 + len(self.residuals)}
 
-    def __str__(self) -> str:
+    def lines(self) -> Iterator[str]:
         residuals = ', '.join(f'{residual:.2g}' for residual in self.residuals) or 'not measured'
         text = f'Recalibrated {self.num_norms} norms on {self.num_batches} batches; change per pass: {residuals}'
         if self.residuals and not self.converged:
@@ -48,7 +49,7 @@ class RecalibrationReport:
                 f'; the last is above tol={self.tol}, so statistics of late norms may be far off: raise max_passes, '
                 'and give every pass the same images'
             )
-        return text
+        yield text
 
 
 def recalibrate(

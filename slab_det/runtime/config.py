@@ -16,7 +16,7 @@ from slab_det.runtime.errors import ConfigError
 from slab_det.runtime.registries import find_name
 
 # Arguments of FusedDetector other than its model and the changes to it.
-FUSED_KEYS = ('type', 'folds', 'channels', 'ffns')
+FUSED_KEYS = ('type', 'folds', 'channels')
 
 
 def type_name(kind: str | Callable) -> str:

@@ -23,7 +23,7 @@ class TrainingError(SlabDetError):
     """A training whose loss or weights are not finite."""
 
 
-class AgreementError(SlabDetError):
+class ComparisonError(SlabDetError):
     """Detections of two detectors that cannot be compared."""
 
 

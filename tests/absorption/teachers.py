@@ -5,6 +5,11 @@ import copy
 from conftest import PVT_V2, as_trained, build_detector_cfg
 from mmdet.registry import MODELS
 
+from slab_det.absorption.images import read_images
+from slab_det.absorption.plan import make_plan
+
+# Options with which absorb removes all norms, and no channels.
+NORMS_GONE = dict(channels=1, norms='remove', progress=False)
 SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='LN'))
 PVT = dict(SWIN, num_layers=(1, 1, 1, 1), mlp_ratios=(2, 2, 2, 2))
 del PVT['depths']
@@ -47,3 +52,8 @@ def build_teacher(backbone='SLABSwin', detector='mask_rcnn', narrow=True, **opti
     model = as_trained(MODELS.build(cfg))
     model.cfg = cfg
     return model
+
+
+def plan_channels(model, images, folder, norms='keep'):
+    """The plan of an absorption that removes hidden channels."""
+    return make_plan(model, read_images(model, images, folder, heads=True), True, norms)

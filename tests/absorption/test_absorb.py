@@ -1,8 +1,8 @@
 """absorb: norms are absorbed or kept, students are saved and rebuilt, and interrupted runs resume."""
 
 import copy
-import re
 import weakref
+from operator import itemgetter
 from types import MethodType
 
 import pytest
@@ -10,16 +10,15 @@ import torch
 from conftest import differing, layer_norms, make_affine, pictures, raw_outputs
 from mmengine.config import Config
 from mmengine.logging import MMLogger
-from teachers import BACKBONES, build_teacher
+from teachers import BACKBONES, NORMS_GONE, build_teacher
 from torch import nn
 
 import slab_det
 from slab_det.absorption import walk
 from slab_det.absorption.absorb import absorb
 from slab_det.absorption.images import is_held_out, read_images
-from slab_det.absorption.student import Absorption
 from slab_det.checkpoints import build_detector
-from slab_det.compare.agreement import detect
+from slab_det.compare.detections import detect
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
 
@@ -32,9 +31,9 @@ def teacher():
 
 def test_inference_mode_changes_nothing(teacher):
     model = teacher('SLABSwin')
-    expected = absorb(model, pictures(5), keep=0, progress=False)
+    expected = absorb(model, pictures(5), **NORMS_GONE)
     with torch.inference_mode():
-        assert not differing(absorb(model, pictures(5), keep=0, progress=False), expected)
+        assert not differing(absorb(model, pictures(5), **NORMS_GONE), expected)
 
 
 @pytest.mark.parametrize('backbone', [name for name in BACKBONES if 'BN' not in name])
@@ -43,7 +42,7 @@ def test_affine_layer_norms_are_absorbed_exactly(teacher, backbone):
     with padded windows."""
     model = make_affine(teacher(backbone).double())
     images = [image.double() for image in pictures()]
-    student = absorb(model, images, keep=0, progress=False)
+    student = absorb(model, images, **NORMS_GONE)
     report = student.absorption_report
     assert [norm.norm for norm in report.kept] == layer_norms(student)
     if 'V2' in backbone or 'v2' in backbone:
@@ -66,7 +65,7 @@ def test_mmdet_and_slab_det_backbones_give_the_same_student(teacher, ours, stock
     one, other = teacher(ours).double(), teacher(stock).double()
     other.load_state_dict(one.state_dict())
     images = [image.double() for image in pictures()]
-    one, other = (absorb(model, images, keep=0, progress=False) for model in (one, other))
+    one, other = (absorb(model, images, **NORMS_GONE) for model in (one, other))
     with torch.no_grad():
         for a, b in zip(one.extract_feat(images[0]), other.extract_feat(images[0]), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -74,7 +73,7 @@ def test_mmdet_and_slab_det_backbones_give_the_same_student(teacher, ours, stock
 
 
 def test_fitted_writers_reduce_the_error_of_the_stream(teacher):
-    report = absorb(teacher(), pictures(25), keep=0, progress=False).absorption_report
+    report = absorb(teacher(), pictures(25), **NORMS_GONE).absorption_report
     assert [*report.refits][10:] == [f'neck.fpn_convs.{i}.conv' for i in range(4)]
     nearer = [left < 0.99 for left in report.refits.values()]
     assert sum(nearer[:10]) >= 5 and any(nearer[10:])
@@ -92,7 +91,7 @@ def test_probed_tensors_are_freed_before_the_next_batch(teacher, monkeypatch):
         return tensors
 
     monkeypatch.setattr(walk.Walk, 'run', watched)
-    absorb(teacher(), pictures(5), keep=0, progress=False)
+    absorb(teacher(), pictures(5), **NORMS_GONE)
     assert {batch for batch, _ in shown} == {*range(5)}
 
 
@@ -105,7 +104,7 @@ def test_a_student_for_int8_is_less_sensitive_to_rounded_inputs(teacher):
 
     errors = []
     for int8 in (False, True):
-        student = absorb(model, pictures(5, (34, 38)), keep=0, int8=int8, progress=False)
+        student = absorb(model, pictures(5, (34, 38)), int8=int8, **NORMS_GONE)
         with torch.no_grad():
             exact = student.extract_feat(image)
             for module in student.backbone.modules():
@@ -116,51 +115,48 @@ def test_a_student_for_int8_is_less_sensitive_to_rounded_inputs(teacher):
     assert all(2 * b < a for a, b in zip(*errors, strict=True)), errors
 
 
-def test_a_number_keeps_the_least_affine_norms(teacher):
-    student = absorb(teacher(), pictures(), keep=3, progress=False)
-    worst = student.absorption_report.rank()[:3]
-    assert {*layer_norms(student)} == {*worst} == {fusion.norm for fusion in student.fusion_report.select('kept')}
+@pytest.mark.parametrize('form', [list, set, itemgetter(0)])
+def test_named_norms_stay(teacher, form):
+    model = teacher()
+    names = layer_norms(model)[4:6]
+    student = absorb(model, pictures(), 1, form(names), progress=False)
+    stay = [names[0]] if isinstance(form, itemgetter) else names
+    assert layer_norms(student) == stay == [fusion.norm for fusion in student.fusion_report.select('kept')]
+    assert {norm.norm: norm.reason for norm in student.absorption_report.kept} == dict.fromkeys(stay, 'kept by choice')
 
 
-def test_auto_keeps_the_fewest_norms_that_agree(teacher, capsys, monkeypatch):
-    # Without this, a logger created by an earlier test would write to its old stream.
-    monkeypatch.setattr(MMLogger, '_instance_dict', {})
-    model, images = teacher(), pictures(5)
+def test_the_retained_ap_on_held_out_images_is_reported_and_little_is_a_warning(teacher, monkeypatch):
+    model, images, warnings = teacher(), pictures(5), []
+    monkeypatch.setattr(MMLogger, 'warning', lambda logger, text: warnings.append(text))
     with torch.no_grad():
         # Detections with empty masks would be dropped.
         model.roi_head.mask_head.conv_logits.bias += 10
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 0.0)
-    easy = absorb(model, images, keep='auto', progress=False)
     (found,) = detect(model, images[4:])
-    compared = f'agreement with the teacher on {len(found.scores)} detections in 1 held-out images: '
-    assert len(found.scores) > 0 and compared in str(easy.absorption_report)
-    assert not layer_norms(easy) and 0 <= easy.absorption_report.agreement <= 1
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 1.1)
-    impossible = absorb(model, images, keep='auto')
-    assert impossible.absorption_report.agreement >= easy.absorption_report.agreement
-    output = ''.join(capsys.readouterr())
-    counts = re.findall(r'(\d+) of 18 LayerNorms kept: agreement', output)
-    assert counts == ['0', '4'] and f'{len(found.scores)} detections are too few' in output
-    with pytest.raises(ConversionError, match="keep='auto' compares detections"):
-        absorb(model.backbone, images, keep='auto', progress=False)
+    student = absorb(model, images, **NORMS_GONE)
+    compared = f'AP retained, by {len(found.scores)} detections in 1 held-out images: '
+    assert len(found.scores) > 0 and compared in str(student.absorption_report)
+    assert 0 <= student.absorption_report.retained_ap
+    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_RETAINED_AP', 1.1)
+    absorb(model, images, **NORMS_GONE)
+    assert f'{len(found.scores)} detections are too few' in warnings[-1]
+    assert 'keep more norms (norms=) or train towards the teacher' in warnings[-1]
 
 
-def test_if_the_teacher_finds_nothing_a_quarter_is_kept_and_agreement_is_undefined(teacher, monkeypatch):
+def test_if_the_teacher_finds_nothing_the_loss_is_unknown(teacher, monkeypatch):
     model, warnings = teacher(), []
     monkeypatch.setattr(MMLogger, 'warning', lambda logger, text: warnings.append(text))
     with torch.no_grad():
         # Every box is classified as background.
         model.roi_head.bbox_head.fc_cls.bias[-1] += 100
-    for keep, kept in (('auto', 4), (0, 0)):
-        student = absorb(model, pictures(5), keep=keep, progress=False)
-        report = student.absorption_report
-        assert len(layer_norms(student)) == kept and report.agreement is None
-        assert 'is undefined: the teacher finds nothing in 1 held-out images' in str(report) and 'AP' not in str(report)
-        assert f'finds nothing in 1 images: {kept} LayerNorms are kept' in warnings[-1]
-        assert 'give images of its objects, or keep=K' in warnings[-1]
+    report = absorb(model, pictures(5), **NORMS_GONE).absorption_report
+    assert report.retained_ap is None
+    assert 'retained is unknown: the teacher finds nothing in 1 held-out images' in str(report)
+    assert 'finds nothing in 1 held-out images: 0 LayerNorms are kept' in warnings[-1]
+    with pytest.raises(ConversionError, match='give images of its objects, or channels=0.5'):
+        absorb(model, pictures(5), progress=False)
 
 
-@pytest.mark.parametrize('options', [dict(keep=0), dict(ffn=0.5), dict(channels=0.6)])
+@pytest.mark.parametrize('options', [dict(channels=1, norms='remove'), dict(channels=0.6)])
 def test_images_of_two_pixels_are_fitted_and_no_loss_is_announced(teacher, options):
     """No region reaches the mask head, and nothing is held out."""
     report = absorb(teacher(), pictures(2, (1, 2)), progress=False, **options).absorption_report
@@ -184,7 +180,7 @@ def test_the_teacher_stays_as_it_was(teacher):
     model.backbone.stages[0].eval()
     flags = [module.training for module in model.modules()]
     before = copy.deepcopy(model.state_dict())
-    student = absorb(model, pictures(), keep=0, progress=False)
+    student = absorb(model, pictures(), **NORMS_GONE)
     assert flags == [module.training for module in model.modules()]
     assert not any(module.training for module in student.modules())
     assert not differing(model, before)
@@ -203,10 +199,12 @@ def test_the_teacher_stays_as_it_was(teacher):
 )
 def test_an_absorbed_detector_is_rebuilt_from_its_saved_config(teacher, tmp_path, backbone, again):
     model = teacher(backbone)
-    student = absorb(model, pictures(), keep=layer_norms(model)[3:5], progress=False)
+    names = layer_norms(model)
+    student = absorb(model, pictures(), 1, names[3:5], progress=False)
     if again:
-        student = slab_det.fuse(student) if again == 'fuse' else absorb(student, pictures(), keep=1, progress=False)
-        assert len(layer_norms(student)) == (2 if again == 'fuse' else 1)
+        stay = names[3:5] if again == 'fuse' else names[4:5]
+        student = slab_det.fuse(student) if again == 'fuse' else absorb(student, pictures(), 1, stay, progress=False)
+        assert layer_norms(student) == stay
     checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
     rebuilt = build_detector(Config.fromfile(config), str(checkpoint))
     assert layer_norms(rebuilt) == layer_norms(student)
@@ -218,7 +216,7 @@ def test_an_absorbed_detector_is_rebuilt_from_its_saved_config(teacher, tmp_path
 
 def test_a_resumed_absorption_equals_an_uninterrupted_one(teacher, tmp_path, monkeypatch):
     model, images = teacher(), pictures()
-    whole = absorb(model, images, keep=0, progress=False)
+    whole = absorb(model, images, **NORMS_GONE)
 
     class Killed(BaseException):
         pass
@@ -234,13 +232,13 @@ def test_a_resumed_absorption_equals_an_uninterrupted_one(teacher, tmp_path, mon
 
     monkeypatch.setattr(walk.Walk, 'run', killed)
     with pytest.raises(Killed):
-        absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
+        absorb(model, images, work_dir=tmp_path, **NORMS_GONE)
     assert not any('forward' in vars(module) for module in model.modules())
     limit = 0
     calls.clear()
-    resumed = absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
+    resumed = absorb(model, images, work_dir=tmp_path, **NORMS_GONE)
     spent = len(calls)
-    finished = absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
+    finished = absorb(model, images, work_dir=tmp_path, **NORMS_GONE)
     assert len(calls) == spent, 'a finished absorption runs no model'
     for student in (resumed, finished):
         assert not differing(whole, student) and student.absorption_report == whole.absorption_report
@@ -251,14 +249,14 @@ def test_a_resumed_absorption_equals_an_uninterrupted_one(teacher, tmp_path, mon
     for arguments in ((other, images), (model, pictures(seed=1))):
         calls.clear()
         with pytest.raises(Killed):
-            absorb(*arguments, work_dir=tmp_path, keep=0, progress=False)
+            absorb(*arguments, work_dir=tmp_path, **NORMS_GONE)
 
 
 def test_a_work_dir_keeps_the_fits_of_other_settings_and_of_other_code_apart(teacher, tmp_path, monkeypatch):
     """The weights are the same, and the fits are not."""
 
     def count_files(model):
-        absorb(model, pictures(2), keep=0, work_dir=tmp_path / 'fits', progress=False)
+        absorb(model, pictures(2), work_dir=tmp_path / 'fits', **NORMS_GONE)
         return len(list((tmp_path / 'fits').iterdir()))
 
     blocks = count_files(teacher())
@@ -276,22 +274,9 @@ def test_a_work_dir_keeps_the_fits_of_other_settings_and_of_other_code_apart(tea
     assert count_files(teacher()) == 4 * blocks
 
 
-def test_students_share_saved_blocks_before_the_first_different_norm(teacher, tmp_path, monkeypatch):
-    model, fit, fitted = teacher(), Absorption.fit_block, []
-    monkeypatch.setattr(Absorption, 'fit_block', lambda self, block: fitted.append(block) or fit(self, block))
-    options = dict(keep='backbone.stages.2.blocks.0.norm1', progress=False)
-    alone = absorb(model, pictures(5), **options)
-    blocks = [*fitted]
-    absorb(model, pictures(5), keep=0, work_dir=tmp_path, progress=False)
-    fitted.clear()
-    student = absorb(model, pictures(5), work_dir=tmp_path, **options)
-    assert fitted == blocks[blocks.index('backbone.stages.2.blocks.0') :]
-    assert not differing(alone, student) and alone.absorption_report == student.absorption_report
-
-
 def test_layers_that_two_blocks_share_are_not_fitted(teacher):
     def writers(model):
-        return {*absorb(model, pictures(2), keep=0, progress=False).absorption_report.refits}
+        return {*absorb(model, pictures(2), **NORMS_GONE).absorption_report.refits}
 
     whole, model = teacher(), teacher()
     first, second = model.backbone.stages[0].blocks
@@ -354,7 +339,7 @@ def test_a_forward_set_on_a_module_object_is_restored(teacher):
     model = teacher().backbone
     block = model.stages[0].blocks[0]
     given = block.forward = MethodType(type(block).forward, block)
-    student = absorb(model, pictures(), keep=0, progress=False)
+    student = absorb(model, pictures(), **NORMS_GONE)
     assert block.forward is given and student.stages[0].blocks[0].forward.__self__ is student.stages[0].blocks[0]
 
 
@@ -362,21 +347,21 @@ def test_hooks_that_would_be_lost_are_an_error(teacher):
     model = teacher('SwinTransformer')
     model.backbone.stages[0].blocks[0].attn.register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(ConversionError, match='stages.0.blocks.0.attn: ShiftWindowMSA has forward hooks'):
-        absorb(model, pictures(), keep=0, progress=False)
+        absorb(model, pictures(), **NORMS_GONE)
 
 
 def test_models_that_cannot_be_absorbed_are_errors(teacher, small_detector):
     with pytest.raises(ConversionError, match='no LayerNorm'):
-        absorb(small_detector(), pictures(), keep=0, progress=False)
+        absorb(small_detector(), pictures(), **NORMS_GONE)
     with pytest.raises(ConversionError, match='DataParallel; give model.module'):
-        absorb(nn.DataParallel(teacher()), pictures(), keep=0, progress=False)
+        absorb(nn.DataParallel(teacher()), pictures(), **NORMS_GONE)
     with pytest.raises(ConversionError, match='deployed.*; absorb the detector before deploying it'):
-        absorb(slab_det.deploy(teacher()), pictures(), keep=0, progress=False)
+        absorb(slab_det.deploy(teacher()), pictures(), **NORMS_GONE)
     with pytest.raises(ConversionError, match='no batch'):
-        absorb(teacher(), [], keep=0, progress=False)
+        absorb(teacher(), [], **NORMS_GONE)
     with pytest.raises(ConversionError, match='backbone.nrom1.*these can: backbone.patch_embed.norm'):
-        absorb(teacher(), pictures(), keep=['backbone.nrom1'], progress=False)
+        absorb(teacher(), pictures(), 1, ['backbone.nrom1'], progress=False)
     broken = teacher()
     broken.backbone.stages[1].blocks[0].norm1.weight.data[0] = torch.inf
     with pytest.raises(ConversionError, match='stages.1.blocks.0.norm1: .* NaN or infinite'):
-        absorb(broken, pictures(), keep=0, progress=False)
+        absorb(broken, pictures(), **NORMS_GONE)

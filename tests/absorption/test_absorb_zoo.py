@@ -5,6 +5,7 @@ import torch
 from conftest import CONFIGS, make_affine, randomize
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
+from teachers import NORMS_GONE
 from torch import nn
 from zoo import ZOO, zoo_cfg
 
@@ -44,7 +45,7 @@ def test_zoo_detector_goes_through_absorb(name, tmp_path):
     cfg = zoo_cfg(name)
     model = randomize(build_detector(Config(dict(model=cfg))), 0).double()
     make_affine(model.backbone)
-    student = absorb(model, [torch.randn(1, 3, 58, 70).double() for _ in range(2)], keep=0, progress=False)
+    student = absorb(model, [torch.randn(1, 3, 58, 70).double() for _ in range(2)], **NORMS_GONE)
     report = student.absorption_report
     kept = {norm.norm.removeprefix('backbone.'): norm.reason for norm in report.kept if 'backbone.' in norm.norm}
     assert kept.keys() == ZOO[name].keys(), kept

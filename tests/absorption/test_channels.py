@@ -10,14 +10,14 @@ from conftest import differing, layer_norms, pictures, raw_outputs, relative_dif
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
-from teachers import SWIN, as_trained, build_teacher
+from teachers import SWIN, as_trained, build_teacher, plan_channels
 
 import slab_det
 from slab_det.absorption.absorb import absorb, find_least_share
 from slab_det.absorption.absorption_report import AbsorptionReport
-from slab_det.absorption.budget import Survey
-from slab_det.absorption.plan import make_plan
-from slab_det.absorption.student import Absorption, absorb_norms
+from slab_det.absorption.block_cache import BlockCache
+from slab_det.absorption.student import make_student
+from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
@@ -99,22 +99,22 @@ def outputs(model, image):
 
 def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     """The student is rebuilt from its config, and deployed."""
-    keep = 'all' if 'roi_head' not in teacher.cfg or teacher.with_mask else 0
+    norms = 'keep' if 'roi_head' not in teacher.cfg or teacher.with_mask else 'remove'
     adopted = copy.deepcopy(teacher)
     adopt(adopted)
-    survey = Survey(make_plan(adopted, IMAGES, tmp_path, channels='everywhere', norms=keep == 0))
+    survey = Survey(plan_channels(adopted, IMAGES, tmp_path, norms))
     share = 0.6 * survey.least_share() + 0.4
     counts = survey.choose(share)
-    student = absorb(teacher, IMAGES, keep=keep, channels=share, progress=False)
+    student = absorb(teacher, IMAGES, share, norms, progress=False)
     report = student.absorption_report
-    assert counts == {place.place: place.kept for place in report.pruned} == student.fusion_report.channels
+    assert counts == report.counts == student.fusion_report.channels
     before, after = report.multiply_adds
     assert after == survey.multiply_adds(counts) and share - 0.1 < after / before <= share
-    assert layer_norms(student) == (layer_norms(teacher) if keep else [])
+    assert layer_norms(student) == (layer_norms(teacher) if norms == 'keep' else [])
     assert f'{after / before:.0%}' in str(report)
     if teacher.cfg.type == 'RetinaNet':
         # Twice pruned.
-        student = absorb(student, IMAGES, keep='all', channels=0.95, progress=False)
+        student = absorb(student, IMAGES, 0.95, progress=False)
         assert student.fusion_report.channels.keys() >= counts.keys() and student.fusion_report.channels != counts
     checkpoint, config = save_fused(student, Config(dict(model=teacher.cfg)), tmp_path / 'fused.pth')
     rebuilt = build_detector(Config.fromfile(config), str(checkpoint))
@@ -124,15 +124,15 @@ def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     assert relative_difference(outputs(slab_det.deploy(rebuilt), image), outputs(student, image)) < 1e-4
 
 
-def add_twins(model, places):
+def add_twins(model, units):
     """Makes the second half of the channels of each head like the first half, and twice as large where no norm follows;
     q and k lose half of their rank."""
-    for place in places:
-        writers, between = ([*map(model.get_submodule, names)] for names in (place.writers, place.between))
+    for unit in units:
+        writers, between = ([*map(model.get_submodule, names)] for names in (unit.writers, unit.between))
         norms = [x for layer in between for x in layer.state_dict().values() if x.ndim]
-        parts = 3 if place.tokens else 1
+        parts = 3 if unit.tokens else 1
         for x in (*filter(torch.is_tensor, (x for layer in writers for x in output_parameters(layer))), *norms):
-            first, second = x.data.unflatten(0, (parts, place.heads, -1)).chunk(2, 2)
+            first, second = x.data.unflatten(0, (parts, unit.heads, -1)).chunk(2, 2)
             second.copy_(first if norms else 2 * first)
 
 
@@ -141,16 +141,16 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
     # Narrow heads have too few channels for a close fit.
     model = build(narrow=False, act_cfg=dict(type='ReLU')) if build is build_teacher else build()
     model = model.double()
-    # At other places neither layers nor ReLU keep the pairs.
-    places = [place for place in find_channels(model).values() if place.tokens or 'head' in place.name]
-    add_twins(model, places)
-    assert len(places) == (11 if build is build_teacher else 9), places
-    counts = {place.name: place.count // 2 for place in places}
+    # In other units neither layers nor ReLU keep the pairs.
+    units = [unit for unit in find_channels(model).values() if unit.tokens or 'head' in unit.name]
+    add_twins(model, units)
+    assert len(units) == (11 if build is build_teacher else 9), units
+    counts = {unit.name: unit.count // 2 for unit in units}
     images = [image.double() for image in pictures(10)]
-    plan = make_plan(model, images, tmp_path, channels='everywhere', norms=False)
-    student, control = absorb_norms(plan, channels=counts, progress=False), copy.deepcopy(model)
-    assert {place.place: place.kept for place in student.absorption_report.pruned} == counts
-    assert all(place.logits < 1e-9 for place in student.absorption_report.pruned if place.logits is not None)
+    student = make_student(plan_channels(model, images, tmp_path), counts, tmp_path, progress=False)
+    control = copy.deepcopy(model)
+    assert student.absorption_report.counts == counts
+    assert all(unit.logits < 1e-9 for unit in student.absorption_report.pruned if unit.logits is not None)
     resize_channels(control, counts)
     image, regions = (
         pictures(1, (75, 101), seed=5)[0].double(),
@@ -179,18 +179,18 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
 @torch.no_grad()
 def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(build, tmp_path):
     model = build().double()
-    (place,) = (place for place in find_channels(model).values() if place.maps)
-    half = place.count // 2
+    (unit,) = (unit for unit in find_channels(model).values() if unit.maps)
+    half = unit.count // 2
     matrix = torch.randn(half, half, dtype=torch.double) / half**0.5
-    for conv in map(model.get_submodule, place.writers):
+    for conv in map(model.get_submodule, unit.writers):
         conv.weight[half:] = torch.einsum('ij,jckl->ickl', matrix, conv.weight[:half])
         conv.bias[half:] = matrix @ conv.bias[:half]
-    plan = make_plan(model, [x.double() for x in pictures(10)], tmp_path, channels='everywhere', norms=False)
-    student, control = absorb_norms(plan, channels={'neck': half}, progress=False), copy.deepcopy(model)
+    plan = plan_channels(model, [x.double() for x in pictures(10)], tmp_path)
+    student, control = make_student(plan, {'neck': half}, tmp_path, progress=False), copy.deepcopy(model)
     resize_channels(control, {'neck': half})
     (found,) = student.absorption_report.pruned
-    assert found.place == 'neck' and found.kept == half and found.left < 1e-4
-    owners = {place.owner for place in find_channels(model).values() if 'head' in place.name}
+    assert found.unit == 'neck' and found.kept == half and found.left < 1e-4
+    owners = {unit.owner for unit in find_channels(model).values() if 'head' in unit.name}
 
     def outputs_of_heads(net):
         """The outputs of the heads on an image, at the regions of the teacher."""
@@ -211,12 +211,12 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
 
 def test_layers_that_read_the_maps_of_a_neck_are_fitted_after_the_maps_lost_channels(tmp_path, monkeypatch):
     model, images = build_single_stage().double(), [image.double() for image in pictures(10)]
-    plan = make_plan(model, images, tmp_path, channels='everywhere', norms=False)
-    student = absorb_norms(plan, channels={'neck': 8}, work_dir=tmp_path / 'fitted', progress=False)
+    plan = plan_channels(model, images, tmp_path)
+    student = make_student(plan, {'neck': 8}, tmp_path / 'fitted', progress=False)
     readers = {'bbox_head.cls_convs.0.conv', 'bbox_head.reg_convs.0.conv'}
     assert readers <= student.absorption_report.refits.keys()
-    monkeypatch.setattr('slab_det.absorption.student.MAX_COLUMNS', 0)
-    control = absorb_norms(plan, channels={'neck': 8}, progress=False)
+    monkeypatch.setattr('slab_det.absorption.steps.MAX_COLUMNS', 0)
+    control = make_student(plan, {'neck': 8}, tmp_path / 'control', progress=False)
     assert not readers & control.absorption_report.refits.keys()
     image = images[4]
     expected, fitted, combined = (
@@ -227,13 +227,13 @@ def test_layers_that_read_the_maps_of_a_neck_are_fitted_after_the_maps_lost_chan
 
 def test_channels_that_no_layer_reads_can_go_without_any_change(teacher):
     model = teacher.double()
-    places = {name: place for name, place in find_channels(model).items() if not name.startswith('backbone')}
-    counts = {name: place.count // 2 for name, place in places.items()}
-    assert len(places) >= 3 and all(counts.values()), places
-    for name, place in places.items():
-        for layer in map(model.get_submodule, place.readers):
+    units = {name: unit for name, unit in find_channels(model).items() if not name.startswith('backbone')}
+    counts = {name: unit.count // 2 for name, unit in units.items()}
+    assert len(units) >= 3 and all(counts.values()), units
+    for name, unit in units.items():
+        for layer in map(model.get_submodule, unit.readers):
             weight = input_weight(layer).clone()
-            weight.unflatten(1, (place.count, -1))[:, counts[name] :] = 0
+            weight.unflatten(1, (unit.count, -1))[:, counts[name] :] = 0
             set_input_weight(layer, weight)
     pruned = copy.deepcopy(model)
     resize_channels(pruned, counts)
@@ -277,44 +277,41 @@ def test_later_stages_of_a_cascade_are_fitted_at_the_regions_that_earlier_stages
 
 def test_auto_takes_the_least_share_that_agrees(monkeypatch, capsys):
     model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
-    survey = SimpleNamespace(least_share=lambda: 0.4, choose=lambda share: {'place': share})
+    survey = SimpleNamespace(least_share=lambda: 0.4, choose=lambda share: {'unit': share})
 
-    def make(norms, channels):
-        tried.append(channels['place'])
-        return SimpleNamespace(absorption_report=AbsorptionReport(agreement=0.96 if tried[-1] > 0.7 else 0.9))
+    def make(channels):
+        tried.append(channels['unit'])
+        return SimpleNamespace(absorption_report=AbsorptionReport(retained_ap=0.995 if tried[-1] > 0.7 else 0.9))
 
-    plan = SimpleNamespace(reasons={})
-    assert find_least_share(survey, plan, make, lambda student: None, progress=False) == 23 / 32
+    assert find_least_share(survey, make, lambda student: None, progress=False) == 23 / 32
     assert len(tried) == 4 and min(tried) > 0.4
     # The real thing, where no student agrees.
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_AGREEMENT', 1.1)
+    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_RETAINED_AP', 1.1)
     monkeypatch.setattr(Survey, 'least_share', lambda self: 0.95)
     with torch.no_grad():
         # The teacher finds objects.
         model.roi_head.bbox_head.fc_cls.bias[-1] -= 10
-    student = absorb(model, IMAGES, keep='all', channels='auto')
-    assert not student.absorption_report.pruned and student.absorption_report.agreement == pytest.approx(1)
-    assert re.findall(r'(0.\d+) of the multiply-adds left: agreement', capsys.readouterr().out) == ['0.97']
+    student = absorb(model, IMAGES)
+    assert not student.absorption_report.pruned and student.absorption_report.retained_ap == pytest.approx(1)
+    assert re.findall(r'(0.\d+) of the multiply-adds left: ', capsys.readouterr().out) == ['0.97']
 
 
 def test_the_search_for_a_share_fits_students_on_the_first_batches(tmp_path):
     model = build_teacher('SLABSwin', 'faster_rcnn')
-    plan = make_plan(model, IMAGES, tmp_path, channels='everywhere', norms=False)
+    plan = plan_channels(model, IMAGES, tmp_path)
     short, counts = plan.shorten(3), {'backbone.stages.3.blocks.0.ffn': 128}
-    assert plan.shorten(5) is plan and short.images.count == 3
-    student, other = (absorb_norms(part, channels=counts, progress=False) for part in (short, plan))
-    expected = absorb_norms(
-        make_plan(model, IMAGES[:3], tmp_path, channels='everywhere', norms=False), channels=counts, progress=False
-    )
+    assert plan.shorten(9) == plan and short.images.count == 3
+    plans = short, plan, plan_channels(model, IMAGES[:3], tmp_path)
+    student, other, expected = (make_student(part, counts, tmp_path, progress=False) for part in plans)
     assert differing(student, other) and not differing(student, expected)
 
 
 def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):
-    model, fit, fitted = build_single_stage(), Absorption.fit_block, []
-    monkeypatch.setattr(Absorption, 'fit_block', lambda self, block: fitted.append(block) or fit(self, block))
-    options = dict(keep=0, channels=0.8, progress=False)
+    model, save, saved = build_single_stage(), BlockCache.save, []
+    monkeypatch.setattr(BlockCache, 'save', lambda self, block, *args: saved.append(block) or save(self, block, *args))
+    options = dict(channels=0.8, norms='remove', progress=False)
     student, *again = (absorb(model, IMAGES, **options, work_dir=tmp_path) for _ in range(2))
-    assert fitted == [*dict.fromkeys(fitted)] and 'bbox_head' in fitted
+    assert saved == [*dict.fromkeys(saved)] and 'bbox_head' in saved
     assert not differing(student, again[0]) and again[0].absorption_report.pruned == student.absorption_report.pruned
 
 
@@ -323,13 +320,12 @@ def test_wrong_shares_are_named():
     for options, message in (
         *(
             (dict(channels=share), f'channels={share!r}: give the share')
-            for share in (0, 1.5, float('nan'), True, 'all')
+            for share in (0, 1.5, float('nan'), True, 'all', None)
         ),
-        (dict(channels=0.5, ffn=0.5), 'ffn=0.5 and channels=0.5: give one of them'),
-        (dict(channels=0.01), r'channels=0.01: with the fewest channels in every place 0\.\d\d of the multiply-adds'),
-        (dict(keep='all', channels=1), "keep='all' leaves nothing to absorb"),
+        (dict(channels=0.01), r'channels=0.01: with the fewest channels everywhere 0\.\d\d of the multiply-adds'),
+        (dict(channels=1), "channels=1 and norms='keep' leave nothing to absorb"),
     ):
         with pytest.raises(ConversionError, match=message):
             absorb(model, IMAGES, progress=False, **options)
     with pytest.raises(ConversionError, match="channels='auto' compares detections"):
-        absorb(model.backbone, IMAGES, keep=0, channels='auto', progress=False)
+        absorb(model.backbone, IMAGES, norms='remove', progress=False)

@@ -1,14 +1,16 @@
-"""absorb with ffn: redundant hidden channels are removed from the FFNs of every library."""
+"""absorb removes redundant hidden channels from the FFNs of every library, also of detectors without norms."""
 
 import pytest
 import torch
 from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference
 from mmengine.config import Config
-from teachers import build_teacher
+from teachers import build_teacher, plan_channels
 from torch import nn
 
 import slab_det
 from slab_det.absorption.absorb import absorb
+from slab_det.absorption.student import make_student
+from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
@@ -48,12 +50,18 @@ def teacher():
 
 
 @pytest.mark.parametrize('backbone', [*TWINS, *CONV_TWINS])
-def test_redundant_channels_are_pruned(teacher, backbone):
-    model, images = teacher(backbone).double(), [image.double() for image in pictures(10)]
-    half, few = (absorb(model, images, keep='all', ffn=share, progress=False) for share in (0.5, 0.75))
+def test_redundant_channels_are_pruned(teacher, backbone, tmp_path):
+    model = teacher(backbone).double()
+    adopt(model)
+    plan = plan_channels(model, [image.double() for image in pictures(10)], tmp_path)
+    counts = {name: len(first_weight(model, name)) for name in ffns_of(model)}
+    half, few = (
+        make_student(plan, {name: max(8, count // part) for name, count in counts.items()}, tmp_path, progress=False)
+        for part in (2, 4)
+    )
     assert layer_norms(half) == layer_norms(few) == layer_norms(model)
     for ffn in half.absorption_report.pruned:
-        rows, all_rows = (first_weight(net, ffn.place) for net in (half, model))
+        rows, all_rows = (first_weight(net, ffn.unit) for net in (half, model))
         assert len(all_rows) == ffn.channels and len(rows) == ffn.kept == max(8, ffn.channels // 2)
         assert {*map(tuple, rows.tolist())} < {*map(tuple, all_rows.tolist())}
     for size in ((66, 70), (75, 101)):
@@ -63,14 +71,16 @@ def test_redundant_channels_are_pruned(teacher, backbone):
             losses = [relative_difference(student.extract_feat(image), maps) for student in (half, few)]
             assert losses[0] < 1e-2 and losses[0] < losses[1], losses
             assert relative_difference(slab_det.deploy(few).extract_feat(image), few.extract_feat(image)) < 1e-9
-    assert f'channels removed in {len(half.absorption_report.pruned)} places' in str(half.absorption_report)
+    assert f'channels removed in {len(half.absorption_report.pruned)} units' in str(half.absorption_report)
 
 
 @pytest.mark.parametrize('backbone', ['SLABSwin', 'BN+FFNBN', 'FFN norm', 'PyramidVisionTransformer'])
 def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, backbone, tmp_path):
     model = teacher(backbone)
-    student = absorb(slab_det.fuse(model), pictures(5), keep=0, ffn=0.75, progress=False)
-    assert not layer_norms(student) and student.absorption_report.pruned
+    student = absorb(slab_det.fuse(model), pictures(5), 0.6, 'remove', progress=False)
+    pruned = {unit.unit for unit in student.absorption_report.pruned}
+    # An FFN with a norm that goes keeps its channels.
+    assert not layer_norms(student) and bool(pruned & ffns_of(student).keys()) == (backbone != 'FFN norm')
     checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
     if backbone == 'BN+FFNBN':
         # The student is saved with the config of a detector that was fused earlier.
@@ -86,41 +96,16 @@ def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, 
         assert relative_difference(deployed.extract_feat(image), student.extract_feat(image)) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ('backbone', 'keep', 'reason'),
-    [
-        ('FFN norm', 'all', 'a norm stands between its layers'),
-    ],
-)
-def test_an_ffn_with_more_than_two_layers_is_left_alone(teacher, backbone, keep, reason):
-    student = absorb(teacher(backbone), pictures(5), keep=keep, ffn=0.5, progress=False)
-    report = student.absorption_report
-    assert [(ffn.place, ffn.reason) for ffn in report.channels] == [(name, reason) for name in ffns_of(student)]
-    assert f'{report.channels[0].place}: left alone, {reason}' in str(report)
-
-
-def test_pruning_resumes_from_its_work_dir(teacher, tmp_path):
-    model = teacher('SLABSwin')
-    options = dict(keep=0, ffn=0.5, work_dir=tmp_path, progress=False)
-    student = absorb(model, pictures(5), **options)
-    again = absorb(model, pictures(5), **options)
-    assert not differing(student, again) and again.absorption_report.pruned == student.absorption_report.pruned
-    other = absorb(model, pictures(5), **options | dict(ffn=0.25))
-    assert other.absorption_report.pruned != student.absorption_report.pruned
+def test_an_ffn_with_more_than_two_layers_is_left_alone(teacher):
+    student = absorb(teacher('FFN norm'), pictures(5), 0.7, progress=False)
+    report, reason = student.absorption_report, 'a norm stands between its layers'
+    alone = [unit.unit for unit in report.channels if unit.reason == reason]
+    assert alone == [*ffns_of(student)]
+    assert f'{alone[0]}: left alone, {reason}' in str(report)
 
 
 def test_a_detector_without_norms_to_absorb_needs_a_share(teacher):
     model = slab_det.fuse(teacher('BN+FFNBN'))
-    with pytest.raises(ConversionError, match='no LayerNorm that can be absorbed'):
-        absorb(model, pictures(5), keep='auto', progress=False)
-    for options, message in (
-        (dict(ffn=1.0), 'ffn=1.0: give a share from 0 to below 1'),
-        (dict(keep='all'), "keep='all' leaves nothing to absorb"),
-    ):
-        with pytest.raises(ConversionError, match=message):
-            absorb(model, pictures(5), **options, progress=False)
-    half = absorb(model, pictures(5), ffn=0.5, progress=False)
-    quarter = absorb(half, pictures(5), ffn=0.5, progress=False)
-    assert [ffn.channels for ffn in quarter.absorption_report.pruned] == [
-        ffn.kept for ffn in half.absorption_report.pruned if ffn.kept > 8
-    ]
+    with pytest.raises(ConversionError, match='no LayerNorm that can be absorbed: .* or channels=0.5'):
+        absorb(model, pictures(5), 1, 'remove', progress=False)
+    assert absorb(model, pictures(5), 0.6, progress=False).absorption_report.pruned

@@ -4,27 +4,29 @@ import re
 
 import pytest
 
-from benchmarks import pages
-from benchmarks.absorb import figure as absorbed
-from benchmarks.results import ROOT
+from benchmarks import optimize, pages
+from benchmarks.results import FOLDER, ROOT, Results
 
 
-def test_loss_of_a_seed_is_its_ap_minus_its_teachers(tmp_path):
-    rows = [dict(name='teacher', seed=seed, AP=ap) for seed, ap in ((0, 0.5), (1, 0.6))]
-    rows += [dict(name='fewest norms', seed=seed, AP=ap, kept=['norm'] * 4) for seed, ap in ((1, 0.57), (0, 0.51))]
-    assert absorbed.losses(rows, 'fewest norms') == [(4, pytest.approx(-3.0)), (4, pytest.approx(1.0))]
-    absorbed.draw(tmp_path / 'absorbed.svg')
-    picture = (tmp_path / 'absorbed.svg').read_text()
-    assert all(f'>{label}<' in picture for label in absorbed.CURVES.values())
-
-
-def test_pictures_of_the_pages_show_the_stored_results(tmp_path):
+def test_the_picture_of_the_page_shows_the_stored_results(tmp_path):
     pages.draw(tmp_path)
-    for name in ('absorbed.svg', 'latency.svg', 'optimize.svg'):
-        drawn, shown = ((folder / name).read_text() for folder in (tmp_path, ROOT / 'docs'))
-        assert find_texts(drawn) == find_texts(shown), f'python -m benchmarks.pages draws docs/{name} again'
-        # Points that versions of matplotlib may move a little.
-        assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)], name
+    drawn, shown = ((folder / 'latency.svg').read_text() for folder in (tmp_path, ROOT / 'docs'))
+    assert find_texts(drawn) == find_texts(shown), 'python -m benchmarks.pages draws docs/latency.svg again'
+    # Points that versions of matplotlib may move a little.
+    assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)]
+
+
+def test_the_picture_of_optimize_names_every_stored_form(tmp_path):
+    results = Results(FOLDER / 'optimize_bccd.json')
+    new = dict(retained_ap=0.98, loss_range=(0.5, 1.5), tie=False)
+    results.rows = [row | new | dict(retained_ap=1 - i / 20) for i, row in enumerate(results.rows)]
+    optimize.draw(results, tmp_path / 'optimize.svg')
+    shown = ' '.join(' '.join(find_texts((tmp_path / 'optimize.svg').read_text())).split())
+    for row in results.rows:
+        assert row['name'] in shown, row['name']
+    assert ': recommended' in shown and ': dropped' in shown and '(40% retained)' in shown
+    few, many = sorted({row['detections'] for row in results.rows})
+    assert f'on {many:,} detections; hollow: on {few}' in shown
 
 
 def find_texts(picture):

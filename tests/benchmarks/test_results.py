@@ -1,13 +1,10 @@
 """Files of benchmarks/results: rows are measured once, replaced by their identity, and keep their environment."""
 
 import json
-import re
-import shutil
-import subprocess
 
 import pytest
 
-from benchmarks.results import FOLDER, NOT_RECORDED, Results, describe_commit
+from benchmarks.results import FOLDER, Results
 
 
 def test_a_row_is_measured_once(tmp_path):
@@ -29,13 +26,11 @@ def test_a_row_is_replaced_in_its_place(tmp_path, monkeypatch):
         results.add(dict(name=name), dict(ms=ms))
     monkeypatch.setattr('benchmarks.results.describe_commit', lambda: 'abc1234')
     monkeypatch.setattr('benchmarks.results.describe_environment', lambda device: dict(device='another'))
-    Results(tmp_path / 'a.json', host=dict(triton='3.6'), rounds=5).add(dict(name='a'), dict(ms=3))
+    Results(tmp_path / 'a.json', rounds=5).add(dict(name='a'), dict(ms=3))
     again = Results(tmp_path / 'a.json', rounds=5)
     assert again.rows == [dict(name='a', ms=3, environment=1), dict(name='b', ms=2, environment=0)]
-    assert (
-        again.environments[1] == dict(commit='abc1234', triton='3.6', device='another')
-        and again.select(ms=2) == again.rows[1:]
-    )
+    assert again.environments[1] == dict(commit='abc1234', device='another')
+    assert again.select(ms=2) == again.rows[1:]
 
 
 def test_rows_of_different_settings_are_not_mixed(tmp_path):
@@ -54,27 +49,6 @@ def test_every_file_has_the_one_schema(path):
     for row in content['rows']:
         environment = content['environments'][row['environment']]
         assert all(environment[key] for key in ('commit', 'device', 'versions')), row
-
-
-@pytest.mark.skipif(shutil.which('git') is None, reason='no git')
-def test_commit_is_that_of_the_tree_and_says_whether_a_file_was_changed_since(tmp_path, monkeypatch):
-    monkeypatch.setattr('benchmarks.results.ROOT', tmp_path)
-    (tmp_path / 'file').write_text('first')
-    author = ('-c', 'user.name=a', '-c', 'user.email=a@b')
-    for command in (('init', '-q'), ('add', 'file'), (*author, 'commit', '-q', '-m', 'first')):
-        subprocess.run(('git', *command), cwd=tmp_path, check=True)
-    assert re.fullmatch('[0-9a-f]{7,}', describe_commit())
-    (tmp_path / 'file').write_text('second')
-    assert re.fullmatch('[0-9a-f]{7,}-dirty', describe_commit())
-
-
-def test_commit_is_named_where_there_is_no_git(tmp_path, monkeypatch):
-    """Measuring machines may have the files alone."""
-    monkeypatch.setattr('benchmarks.results.ROOT', tmp_path)
-    monkeypatch.setenv('GIT_CEILING_DIRECTORIES', str(tmp_path.parent))
-    assert describe_commit() == NOT_RECORDED
-    monkeypatch.setenv('SLAB_DET_COMMIT', 'abc1234')
-    assert describe_commit() == 'abc1234'
 
 
 def test_two_scripts_may_add_to_one_file(tmp_path):

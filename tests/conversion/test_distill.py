@@ -85,7 +85,7 @@ def absorbed(module_run_cfg, tmp_path_factory):
     cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     teacher = build_detector(cfg)
     torch.save(dict(state_dict=randomize(teacher).state_dict()), folder / 'teacher.pth')
-    student = slab_det.absorb(teacher, recalibration_dataloader(cfg, 4, 'test'), keep=KEPT, progress=False)
+    student = slab_det.absorb(teacher, recalibration_dataloader(cfg, 4, 'test'), 1, KEPT, progress=False)
     checkpoint, config = save_fused(student, cfg, folder / 'absorbed.pth')
     return cfg, folder / 'teacher.pth', config, checkpoint
 

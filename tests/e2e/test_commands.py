@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import differing
+from conftest import differing, relative_difference
+from mmengine.config import Config
 
+from slab_det.checkpoints import build_detector
 from slab_det.cli.screen import DUMPS, EVALUATION
 from slab_det.measure.report_file import read_report
+from slab_det.norms import named_progressive_norms
 
 
 @pytest.fixture
@@ -71,15 +74,22 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, call, run, tmp_path):
     assert {path.name for path in (tmp_path / 'table').iterdir()} == {'table.md', 'ap_latency.svg'}
 
 
-def test_convert_and_finetune_a_layernorm_detector(small_run_cfg, run, tmp_path):
+def test_a_training_with_prepbn_starts_from_a_layernorm_detector(small_run_cfg, run, tmp_path):
     cfg = small_run_cfg('unused', max_iters=2, depths=(1, 1, 1, 1))
-    dump_without_folder(cfg, tmp_path / 'schedule.py')
+    dump_without_folder(cfg, tmp_path / 'prepbn.py')
     cfg.model.backbone.norm_cfg = dict(type='LN')
     cfg.custom_hooks = []
     cfg.dump(tmp_path / 'layernorm.py')
     run('train.py layernorm.py --work-dir run')
-    convert = 'convert_checkpoint.py run/iter_2.pth prepbn.pth --config layernorm.py'
-    assert re.search(r'\d\d norms converted, 0 kept\n', run(f'{convert} --schedule schedule.py'))
-    run('train.py prepbn_config.py --work-dir tuned')
+    layer_norm, prepbn = (
+        build_detector(Config.fromfile(f'{name}.py'), 'run/iter_2.pth') for name in ('layernorm', 'prepbn')
+    )
+    assert {norm.gamma for norm in named_progressive_norms(prepbn).values()} == {1.0}
+    image = torch.randn(1, 3, 70, 90)
+    with torch.no_grad():
+        assert relative_difference(prepbn.extract_feat(image), layer_norm.extract_feat(image)) < 1e-4
+    run('train.py prepbn.py --work-dir tuned --cfg-options load_from=run/iter_2.pth model.backbone.init_cfg=None')
+    (log,) = (tmp_path / 'tuned').glob('*/*.log')
+    assert re.search(r'run/iter_2\.pth(?s:.*)gamma\W+1 in \d+ norms', log.read_text())
     (fused,) = (entry for entry in read_report(tmp_path / 'tuned' / 'report.json') if entry.variant == 'fused')
     assert fused.fusion['kept'] == fused.fusion['affine'] == 0 < fused.fusion['folded']

@@ -8,7 +8,7 @@ onnxruntime = pytest.importorskip('onnxruntime')
 
 from slab_det.export import quantize, quantize_onnx  # noqa: E402
 from slab_det.export.equalize import equalize  # noqa: E402
-from slab_det.export.runtime import METADATA_KEY  # noqa: E402
+from slab_det.export.loaded_file import METADATA_KEY  # noqa: E402
 
 CHANNELS, OUTPUTS = 16, 12
 RANGES = np.logspace(-3, 1, CHANNELS).astype(np.float32)

@@ -22,8 +22,8 @@ from slab_det.export import (
     load_runtime,
     random_images,
 )
+from slab_det.export.exported_detector import ExportedDetector
 from slab_det.export.quantize import FLOAT_LAYERS
-from slab_det.export.runtime import ExportedDetector
 from slab_det.export.settings import follow_config
 from slab_det.families import Objects, find_family
 

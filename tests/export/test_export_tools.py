@@ -12,7 +12,7 @@ from mmengine.config import Config
 
 from slab_det.data import SyntheticShapes, generate
 from slab_det.export import load_runtime, parity
-from slab_det.export.runtime import METADATA_KEY
+from slab_det.export.loaded_file import METADATA_KEY
 from slab_det.measure.report_file import read_report
 
 CLASSES = [*SyntheticShapes.METAINFO['classes']]

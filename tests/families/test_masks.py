@@ -22,7 +22,7 @@ from pycocotools import mask as coco_mask
 from torch import nn
 
 import slab_det
-from slab_det.compare.agreement import detect
+from slab_det.compare.detections import detect
 from slab_det.export import ExportedDetector, export_onnx
 from slab_det.families import masks
 from slab_det.families.masks import paste_masks
@@ -116,7 +116,7 @@ def detector(small_detector: Callable[..., nn.Module]) -> nn.Module:
 
 
 @torch.no_grad()
-def test_agreement_is_the_same_for_full_and_rle_masks(detector):
+def test_detections_are_the_same_for_full_and_rle_masks(detector):
     images = torch.randn(1, 3, 96, 128)
     (full,), (encoded,) = (detect(slab_det.deploy(detector, masks=form), [images]) for form in masks.MASK_FORMS)
     assert len(full.scores) > 5 and full.regions == encoded.regions

@@ -72,13 +72,6 @@ def test_a_saved_config_stores_the_folds_and_needs_no_rules(tmp_path, small_dete
     assert str(MODELS.build(model).fusion_report) == str(fused.fusion_report)
 
 
-def test_a_config_of_an_earlier_version_has_the_layers_of_a_norm_in_one_string(small_detector, small_detector_cfg):
-    fusions = slab_det.fuse(small_detector()).fusion_report.norms
-    folds = [dict(fusion.to_dict(), into=', '.join(fusion.into)) for fusion in fusions]
-    rebuilt = MODELS.build(dict(type='FusedDetector', model=small_detector_cfg(), folds=folds))
-    assert rebuilt.fusion_report.norms == fusions and any(len(fusion.into) for fusion in fusions)
-
-
 def test_folds_of_another_model_are_refused(small_detector, small_detector_cfg):
     folds = [fusion.to_dict() for fusion in slab_det.fuse(small_detector()).fusion_report.norms]
     with pytest.raises(FusionError, match='folds belong to another model'):

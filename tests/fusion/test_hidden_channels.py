@@ -1,4 +1,4 @@
-"""Hidden channels are found and removed; a config of an earlier version, which has FFNs only, is still built."""
+"""Hidden channels are found and removed, and a config says how many are left."""
 
 import pytest
 import torch
@@ -22,12 +22,11 @@ def build(**backbone):
     return cfg
 
 
-def test_configs_of_earlier_versions_are_built():
+def test_a_config_says_the_channels_that_are_left():
     name = 'backbone.stages.2.blocks.0.ffn'
     cfg = dict(type='FusedDetector', model=build(**HEADS, depths=(1, 1, 1, 1), type='SLABSwin'), folds=[])
-    for options in (dict(ffns={name: 8}), dict(channels={name: 8})):
-        model = MODELS.build(dict(cfg, **options))
-        assert find_channels(model)[name].count == 8 and model.fusion_report.channels == {name: 8}
+    model = MODELS.build(dict(cfg, channels={name: 8}))
+    assert find_channels(model)[name].count == 8 and model.fusion_report.channels == {name: 8}
     for wrong in ({name: 1000}, {'backbone.stages.2.blocks.0.norm1': 8}, {'nowhere': 8}):
         with pytest.raises(FusionError, match=f'{[*wrong][0]}: the config leaves .* channels of another model'):
             MODELS.build(dict(cfg, channels=wrong))

@@ -65,7 +65,7 @@ def test_norms_of_timm_are_absorbed(name):
     build, options, size, left = MODELS[name]
     model = make_affine(as_trained(build(**options).double()))
     images = [torch.randn(2, 3, size, size).double() for _ in range(5)]
-    student = slab_det.absorb(model, images, keep=0, progress=False)
+    student = slab_det.absorb(model, images, 1, 'remove', progress=False)
     assert [norm for norm, module in student.named_modules() if isinstance(module, nn.LayerNorm)] == left
     assert relative_difference([student(images[0])], [model(images[0])]) <= 1e-6
     # A LayerScale stands between a layer and the stream.

@@ -12,9 +12,9 @@ from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
 
 import slab_det
-from slab_det.export import ExportError, export_onnx, load_runtime, quantize_onnx
-from slab_det.export import runtime as export_runtime
-from slab_det.export.int8_sums import SIDE, cuts_off_sums
+from slab_det.export import ExportError, export_onnx, load_runtime, loaded_file, quantize_onnx
+from slab_det.export.extras import find_start
+from slab_det.export.int8_sums import SIDE, cuts_off_int8_sums, cuts_off_sums
 
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
 
@@ -65,7 +65,7 @@ def test_a_file_whose_sums_do_not_fit_this_cpu_is_told(small_detector, tmp_path,
     export_onnx(slab_det.fuse(small_detector(depths=(1, 1, 1, 1))), source, scope='backbone')
     assert not load_runtime(source).metadata.get('int8_weight_bits')
     # A CPU without VNNI.
-    monkeypatch.setattr(export_runtime, 'cuts_off_int8_sums', lambda runtime: True)
+    monkeypatch.setattr(loaded_file, 'cuts_off_int8_sums', lambda runtime: True)
     for bits, largest, is_cut in ((7, 64, False), (8, 127, True)):
         quantize_onnx(source, int8, [np.zeros((1, 3, 32, 32), np.float32)], reduce_range=bits == 7)
         assert load_runtime(int8).metadata['int8_weight_bits'] == bits
@@ -77,7 +77,7 @@ def test_a_file_whose_sums_do_not_fit_this_cpu_is_told(small_detector, tmp_path,
 @pytest.mark.parametrize('runtime', ['onnxruntime', 'openvino'])
 def test_runtimes_are_asked_whether_sums_fit(runtime):
     pytest.importorskip(runtime)
-    plain = export_runtime.find_start(runtime)
+    plain = find_start(runtime)
 
     def cut(source, **options):
         run = plain(source, **options)
@@ -85,7 +85,7 @@ def test_runtimes_are_asked_whether_sums_fit(runtime):
 
     assert cuts_off_sums(lambda source: cut(source, threads=1, precision='f32'))
     # ONNX Runtime has its own kernels, and may cut off sums too.
-    assert export_runtime.cuts_off_int8_sums(runtime) in (True, False)
+    assert cuts_off_int8_sums(runtime) in (True, False)
 
 
 @torch.no_grad()

@@ -36,7 +36,6 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.mask import encode_mask_results
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
-from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from pycocotools.mask import decode
@@ -46,14 +45,14 @@ import slab_det
 from slab_det.checkpoints import build_detector
 from slab_det.data import SyntheticShapes
 from slab_det.export import check_parity, export_onnx, load_runtime, random_images
-from slab_det.export.runtime import import_extra
 from slab_det.export.settings import detector_settings, follow_config
 from slab_det.fusion import FusionError, save_fused
 from slab_det.inference import ImageListError, ServedDetector
-from slab_det.inference.folder import FILE, SCHEMA
+from slab_det.inference.folder import FILE
 from slab_det.machine import MACHINE
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 from slab_det.runtime.pipeline import ImagePipeline, inference_steps
+from slab_det.runtime.record import write_record
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
 EXAMPLES = CONFIGS.parent / 'examples'
@@ -355,8 +354,7 @@ def test_server_takes_a_folder_of_optimize(files, served, server, call, tmp_path
     for file in (files[0], weights):
         shutil.copy(file, tmp_path)
     form = dict(key='chosen', runtime=runtime, precision='float32', variant=[], files=[files[0].name, weights.name])
-    content = dict(schema=SCHEMA, recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5)
-    (tmp_path / FILE).write_text(json.dumps(content))
+    write_record(tmp_path / FILE, dict(recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5))
     with TestClient(server(tmp_path, '--threads', 1)) as client:
         answer = client.post('/detect', content=cv2.imencode('.png', IMAGES[0])[1].tobytes()).json()
     expected = served(runtime)(IMAGES[0]).pred_instances
@@ -371,8 +369,7 @@ def test_test_runs_a_folder_on_the_device_of_its_measurement(files, call, tmp_pa
     weights['meta']['dataset_meta'] = SyntheticShapes.METAINFO
     torch.save(weights, tmp_path / files[1].name)
     form = dict(key='chosen', runtime='torch', precision='float32', variant=[], files=[file.name for file in files[:2]])
-    content = dict(schema=SCHEMA, recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5)
-    (tmp_path / FILE).write_text(json.dumps(content))
+    write_record(tmp_path / FILE, dict(recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5))
     # In place of a GPU, to which the runner moves every model.
     monkeypatch.setattr('mmengine.runner.runner.get_device', lambda: 'cpu:0')
     devices, move = [], BaseModel.to
@@ -565,22 +562,6 @@ def test_settings_that_the_file_cannot_follow_are_refused(files, served, setting
         follow_config('model.onnx', metadata, detector_settings(beside))
     # The settings are compared anew at each load.
     assert follow_config('model.onnx', metadata, detector_settings(Config.fromfile(files[0]))).score_thr is None
-
-
-def test_file_of_an_earlier_version_says_that_it_has_its_own_thresholds(files, tmp_path, caplog):
-    MMLogger.get_current_instance().addHandler(caplog.handler)
-    model = import_extra('onnx').load(files[2])
-    metadata = json.loads(model.metadata_props[0].value)
-    del metadata['test_cfg'], metadata['padding']
-    model.metadata_props[0].value = json.dumps(metadata)
-    (tmp_path / 'old.onnx').write_bytes(model.SerializeToString())
-    cfg = with_settings(files[0], test_cfg__rcnn__score_thr=0.9)
-    detector = slab_det.load_detector(cfg, tmp_path / 'old.onnx', 'onnxruntime')
-    assert 'old.onnx was exported by an earlier version and does not say its test_cfg' in caplog.text
-    assert detector(IMAGES[0]).pred_instances.scores.min() < 0.9
-    cfg = with_settings(files[0], data_preprocessor__mean=[0, 0, 0])
-    with pytest.raises(ExportError, match='old.onnx was exported with normalization.mean'):
-        slab_det.load_detector(cfg, tmp_path / 'old.onnx', 'onnxruntime')
 
 
 def test_file_exported_for_another_resize_is_refused(files, served):

@@ -28,7 +28,7 @@ def form(
         ratio=ratio,
         quartiles=(ratio - spread, ratio + spread),
         extremes=(ratio - 4 * spread, ratio + 4 * spread),
-        agreement=1.0,
+        retained_ap=1.0,
         images=40,
         detections=400,
         expected_loss=loss,

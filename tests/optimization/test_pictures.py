@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmcv
 import numpy as np
 
-from slab_det.compare.agreement import Detections
+from slab_det.compare.detections import Detections
 from slab_det.optimization.pictures import objects_figure
 from slab_det.optimization.report import SCORE
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import on_a_full_disk
 from pycocotools import mask as coco_mask
 
-from slab_det.compare.agreement import Detections
+from slab_det.compare.detections import Detections
 from slab_det.optimization.records import ROUNDS, STATE, Records
 
 KEY = dict(checkpoint='a', images='b')

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from slab_det.inference.forms import Form
-from slab_det.optimization.pictures import agreement_figure
+from slab_det.optimization.pictures import loss_figure
 from slab_det.optimization.report import OptimizationReport
 
 
@@ -26,7 +26,7 @@ def entry(
         ratio=ratio,
         quartiles=[ratio - 0.01, ratio + 0.01],
         extremes=[ratio - 0.02, ratio + 0.02],
-        agreement=1 - loss / 10,
+        retained_ap=1 - loss / 50,
         images=40,
         detections=300,
         expected_loss=loss,
@@ -115,7 +115,7 @@ def test_the_picture_numbers_every_form_and_marks_the_recommended_one() -> None:
         entry(PRUNED, 0.301, 0.1, tie=True),
         entry(ABSORBED, 0.3, 9),
     )
-    figure: Figure = agreement_figure(report(BFLOAT16, *entries).content)
+    figure: Figure = loss_figure(report(BFLOAT16, *entries).content)
     legend = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
     assert len(legend) == 4 and [text.split()[0] for text in legend] == ['1', '2', '3', '4']
     assert sum(text.endswith(': recommended') for text in legend) == 1

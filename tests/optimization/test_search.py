@@ -21,7 +21,7 @@ from mmengine.config import Config
 
 import slab_det
 from slab_det import runtimes
-from slab_det.compare.agreement import as_detections
+from slab_det.compare.detections import as_detections
 from slab_det.data import SyntheticShapes, generate
 from slab_det.inference import ServedDetector, forms
 from slab_det.inference.folder import FILE, find_stored
@@ -127,7 +127,7 @@ def test_every_form_is_measured_and_the_folder_is_complete(optimized: Path) -> N
     assert {key for key in found if key.endswith('-channels75')} and {key for key in found if key.endswith('-norms')}
     for key, entry in found.items():
         assert entry['rounds'] >= 2 and entry['median_ms'] > 0 and entry['first_s'] > 0 and entry['memory_mb'] >= 0, key
-        assert entry['disk_mb'] > 0 and entry['detections'] > 0 and 0 <= entry['agreement'] <= 1 + 1e-9, key
+        assert entry['disk_mb'] > 0 and entry['detections'] > 0 and 0 <= entry['retained_ap'], key
         assert entry['quartiles'][0] <= entry['ratio'] <= entry['quartiles'][1], key
     # Fewer channels come before int8, whose calibration is long.
     order = [*json.loads(rounds(optimized).with_name(STATE).read_text())['forms']]
@@ -135,11 +135,11 @@ def test_every_form_is_measured_and_the_folder_is_complete(optimized: Path) -> N
     assert {*order[:variant]} == {key for key in ORIGINALS if 'int8' not in key} and order[:2] == ['eager', 'deployed']
     # What only rounds differently finds the same.
     for key in ('deployed', 'onnxruntime', 'openvino'):
-        assert found[key]['agreement'] == pytest.approx(1, abs=2e-3), key
+        assert found[key]['retained_ap'] == pytest.approx(1, abs=2e-3), key
     assert found['eager']['ratio'] == 1 and found['eager']['expected_loss'] == 0
     names = {path.name for path in optimized.iterdir()}
     kept = {name for entry in found.values() for name in entry['files']}
-    assert names == kept | {FILE, 'README.md', 'agreement_ms.svg', 'objects.png', 'work', MARKER}
+    assert names == kept | {FILE, 'README.md', 'ap_ms.svg', 'objects.png', 'work', MARKER}
     assert 'original_config.py' in kept and 'original.pth' in kept
     readme = (optimized / 'README.md').read_text()
     assert all(entry['title'] in readme for entry in found.values())

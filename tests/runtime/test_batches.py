@@ -11,7 +11,7 @@ from conftest import SMALL_SWIN, as_trained, differing
 from mmdet.registry import MODELS
 
 import slab_det
-from slab_det.compare.agreement import detect
+from slab_det.compare.detections import detect
 from slab_det.fusion import verify_fusion
 from slab_det.runtime.errors import CheckpointError, DataError, SlabDetError
 
@@ -47,7 +47,7 @@ def test_what_is_no_batch_of_images_is_named(function, images, message, backbone
     before = copy.deepcopy(backbones['model'].state_dict())
     calls = dict(
         recalibrate=lambda: slab_det.recalibrate(backbones['model'], images, progress=False),
-        absorb=lambda: slab_det.absorb(backbones['plain'], images, keep=0, progress=False),
+        absorb=lambda: slab_det.absorb(backbones['plain'], images, 1, 'remove', progress=False),
         verify_fusion=lambda: verify_fusion(backbones['model'], backbones['fused'], images),
         detect=lambda: detect(backbones['model'], images),
     )

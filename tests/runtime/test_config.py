@@ -11,7 +11,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from slab_det.checkpoints import build_detector
-from slab_det.conversion.finetune import write_tune_config
+from slab_det.conversion.tune_config import write_tune_config
 from slab_det.runtime.config import to_values
 from slab_det.runtime.errors import ConfigError
 from slab_det.runtime.registries import REGISTRIES

@@ -56,7 +56,7 @@ def test_every_command_runs_as_a_module(module: str, monkeypatch, capsys) -> Non
     [
         ('absorb.py', 'pipeline', PIPELINES),
         ('recalibrate.py', 'pipeline', PIPELINES),
-        ('export_onnx.py', 'scope', export.SCOPES),
+        ('export_onnx.py', 'scope', export.EXPORT_SCOPES),
         ('test_onnx.py', 'runtime', EXPORT_RUNTIMES),
         ('test_onnx.py', 'precision', ('f32', 'bf16')),
         ('test.py', 'runtime', EXPORT_RUNTIMES),

@@ -80,10 +80,10 @@ def known_ffn(ffn: nn.Module) -> FFNLayers | None:
     """The layers of an FFN; None if it has other layers too, such as a convolution or a norm."""
     if type(ffn) not in (LinearFFN, ConvFFN):
         return None
-    place = find_channels(ffn)['']
-    if place.reason or len(place.between) > 1:
+    unit = find_channels(ffn)['']
+    if unit.reason or len(unit.between) > 1:
         return None
-    fc1, activation, fc2 = map(ffn.get_submodule, (*place.writers, *place.between, *place.readers))
+    fc1, activation, fc2 = map(ffn.get_submodule, (*unit.writers, *unit.between, *unit.readers))
     if fc1.bias is None or type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return FFNLayers(fc1, ACTIVATIONS[type(activation)], fc2)

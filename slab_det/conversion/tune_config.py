@@ -1,23 +1,17 @@
-"""Writes configs that fine-tune a converted PRepBN detector, or tune an absorbed detector."""
+"""write_tune_config: the config that trains an absorbed detector towards its teacher."""
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 
-from mmdet.registry import MODELS
 from mmengine.config import Config
 
-import slab_det
-from slab_det.checkpoints import build_detector
-from slab_det.conversion.convert import ConversionReport, convert_norms
-from slab_det.norms import named_progressive_norms
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.pipeline import inference_steps
-from slab_det.runtime.run_folder import save_with_config, write_config
+from slab_det.runtime.run_folder import write_config
 
 # As configs/_base_/runtime.py has them.
 DEFAULT_HOOKS = dict(
@@ -31,55 +25,6 @@ SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr
 # Custom hooks of the detector's config that a written config drops: the first two served its old norms, and the average
 # of EMAHook hardly moves in so short a training.
 REPLACED_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
-
-
-def convert_detector(
-    cfg: Config, checkpoint: str, out: str | Path, schedule: Config
-) -> tuple[Path, Path, ConversionReport]:
-    """Converts a trained LayerNorm detector to a PRepBN checkpoint and ``<stem>_config.py``, which fine-tunes it.
-
-    Args:
-        cfg: The config that the LayerNorm detector was trained with.
-        checkpoint: Its weights.
-        out: The file name of the new checkpoint, ending in .pth.
-        schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/finetune_prepbn.py.
-
-    Returns:
-        The checkpoint's path, the config's path, and a report with the detector's names of the norms.
-
-    Raises:
-        ConversionError: If the detector is fused or has a teacher, if its backbone has no LayerNorm or cannot be built
-            with PRepBN by its config, or if neither ``schedule`` nor ``cfg`` says how long to train.
-        CheckpointError: If the checkpoint does not fit.
-    """
-    out = Path(out)
-    if detector_config(cfg.model) is not cfg.model:
-        raise ConversionError(
-            f'{cfg.filename}: a {type_name(cfg.model.type)} cannot be converted; give config and checkpoint of the '
-            'LayerNorm detector'
-        )
-    model = build_detector(cfg, checkpoint)
-    others = [name for name, _ in model.named_children() if name != 'backbone']
-    report = convert_norms(model, inplace=True, skip=others).conversion_report
-    eps, *more_eps = {norm.ln.eps for norm in named_progressive_norms(model).values()}
-    values = to_values(cfg)
-    drop_pretrained(values['model'])
-    backbone = values['model']['backbone']
-    backbone['norm_cfg'] = dict(type='PRepBN', ln_eps=eps)
-    if backbone.get('out_norm_cfg'):
-        backbone['out_norm_cfg'] = 'same'
-    new_cfg = _with_schedule(values, schedule, out)
-    rebuilt = MODELS.build(copy.deepcopy(new_cfg.model))
-    if more_eps or rebuilt.state_dict().keys() != model.state_dict().keys():
-        raise ConversionError(
-            f'not all norms of {type(model.backbone).__name__} follow its norm_cfg, so no config can build '
-            'the converted detector; convert the model in Python with slab_det.convert_norms'
-        )
-    meta = dict(slab_det_version=slab_det.__version__)
-    if model.dataset_meta is not None:
-        # DetInferencer fails if dataset_meta is None.
-        meta['dataset_meta'] = model.dataset_meta
-    return *save_with_config(dict(meta=meta, state_dict=model.state_dict()), new_cfg, out), report
 
 
 def write_tune_config(
@@ -173,7 +118,7 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
     if not by_epoch and 'max_iters' not in train_cfg:
         raise ConversionError(
             'neither the schedule nor the config of the detector has a train_cfg with max_epochs or max_iters; give a '
-            'schedule that has one, such as configs/_base_/schedules/finetune_prepbn.py'
+            'schedule that has one, such as configs/_base_/schedules/tune_absorbed.py'
         )
     values['default_hooks'] = {**DEFAULT_HOOKS, **(values.get('default_hooks') or {})}
     saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))

@@ -1,4 +1,4 @@
-"""Agreement of detectors: hand-made detections, whose precision one can count, and a real detector."""
+"""The retained AP of detectors: hand-made detections, whose precision one can count, and a real detector."""
 
 import numpy as np
 import pytest
@@ -10,19 +10,12 @@ from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 from torch import nn
 
-from slab_det.compare.agreement import (
-    Detections,
-    agreement,
-    agreement_error,
-    describe_loss,
-    detect,
-    expected_loss,
-    least_agreement,
-)  # fmt: skip
+from slab_det.compare.detections import Detections, detect, mirror_images
+from slab_det.compare.ruler import RetainedAP, describe_loss, retained_ap
 from slab_det.data import generate
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.runtime.errors import AgreementError
+from slab_det.runtime.errors import ComparisonError
 
 SQUARE = [10.0, 10.0, 20.0, 20.0]
 
@@ -38,14 +31,18 @@ def apart(index: int) -> list[float]:
     return [100.0 * index, 0.0, 20.0, 20.0]
 
 
+def agreement(reference: list[Detections], other: list[Detections]) -> float:
+    """What ``other`` finds of ``reference``: the teacher itself is the truth."""
+    return retained_ap(reference, reference, other).value
+
+
 TEACHER = [found((0.9, 0, apart(0)), (0.5, 0, apart(1)), (0.4, 1, apart(2))), found((0.7, 0, apart(0)))]
 
 
 def test_a_detector_agrees_with_itself_and_nothing_agrees_with_nothing() -> None:
     assert agreement(TEACHER, TEACHER) == pytest.approx(1)
-    with pytest.raises(AgreementError, match='in 2 images: agreement is undefined'):
+    with pytest.raises(ComparisonError, match='0 detections in 2 images'):
         agreement([found(), found()], [found(), found()])
-    assert agreement([found()], [found((0.9, 0, SQUARE))]) == 0
     assert agreement([found((0.9, 0, SQUARE))], [found()]) == 0
     # Another class is another object.
     assert agreement([found((0.9, 0, SQUARE))], [found((0.9, 1, SQUARE))]) == 0
@@ -89,8 +86,9 @@ def test_ties_have_no_order() -> None:
 def test_classes_weigh_by_their_surest_detection() -> None:
     reference = [found((0.9, 0, apart(0)), (0.3, 1, apart(1)))]
     other = [found((0.6, 0, apart(0)), (0.5, 2, apart(3)))]
-    # Class 0 is found, class 1 is not, and class 2 is not there.
-    assert agreement(reference, other) == pytest.approx(0.9 / (0.9 + 0.3 + 0.5))
+    # Class 0 is found, class 1 is not; class 2 has no object, and counts as little as in COCO's AP. A class's AP is its
+    # only score.
+    assert agreement(reference, other) == pytest.approx(0.9 * 0.9 / (0.9 * 0.9 + 0.3 * 0.3))
 
 
 def test_masks_are_matched_by_their_pixels() -> None:
@@ -102,9 +100,9 @@ def test_masks_are_matched_by_their_pixels() -> None:
     whole, hollow = ([mask] for mask in coco_mask.encode(masks))
     one, other = (Detections(np.array([0.9]), np.array([0]), regions) for regions in (whole, hollow))
     assert agreement([one], [other]) == pytest.approx(0.6)
-    with pytest.raises(AgreementError, match='masks'):
+    with pytest.raises(ComparisonError, match='masks'):
         agreement([one], [found((0.9, 0, SQUARE))])
-    with pytest.raises(AgreementError, match='1 and 2 images'):
+    with pytest.raises(ComparisonError, match='1, 1 and 2 images'):
         agreement([one], [one, one])
 
 
@@ -159,41 +157,74 @@ def test_image_tensors_are_taken_as_they_are_and_no_image_is_an_error(small_dete
     assert agreement(together, one_by_one) > 0.999
     other = small_detector('faster_rcnn', seed=1)
     assert agreement(together, detect(other, [images])) < 0.5
-    with pytest.raises(AgreementError, match='no image'):
+    with pytest.raises(ComparisonError, match='no image'):
         detect(model, [])
+
+
+def test_what_differs_by_chance_is_no_loss():
+    # Teacher and student miss different halves of what is there; both find as much of it.
+    truth = [found((0.9, 0, apart(0)), (0.9, 0, apart(1)))]
+    teacher, student = [found((0.9, 0, apart(0)))], [found((0.9, 0, apart(1)))]
+    assert agreement(teacher, student) == 0
+    assert retained_ap(truth, teacher, student).value == 1
+    # A student that finds both is better than its teacher, one that finds something else is worse.
+    assert retained_ap(truth, teacher, truth).value == pytest.approx(101 / 51)
+    assert retained_ap(truth, teacher, [found((0.9, 0, apart(5)))]).value == 0
+    with pytest.raises(ComparisonError, match='1 detections in 1 images, and none of them in the mirrored'):
+        retained_ap(truth, [found((0.9, 0, apart(5)))], student)
+
+
+@pytest.mark.parametrize('detector', ['mask_rcnn', 'faster_rcnn'])
+@torch.no_grad()
+def test_mirrored_detections_are_those_of_the_mirrored_image(detector: str, small_detector) -> None:
+    model = small_detector(detector)
+    images = torch.randn(1, 3, 64, 96)
+    (mirrored,), (plain,) = detect(model, [images], mirrored=True), detect(model, [images.flip(-1)])
+    assert len(mirrored.scores) > 3 and (mirrored.scores == plain.scores).all()
+    if detector == 'mask_rcnn':
+        decoded = [coco_mask.decode(part.regions) for part in (mirrored, plain)]
+        assert (decoded[0] == decoded[1][:, ::-1]).all() and (decoded[0] != decoded[1]).any()
+    else:
+        x, y, w, h = plain.regions.T
+        np.testing.assert_allclose(mirrored.regions, np.stack([96 - x - w, y, w, h], 1), atol=1e-9)
+    # Twice mirrored is not mirrored.
+    np.testing.assert_equal(plain.mirror(96).mirror(96).regions, plain.regions)
+
+
+def test_padding_stays_where_it_is():
+    images = torch.arange(2 * 2 * 4.0).view(2, 1, 2, 4)
+    images[0, :, :, 3:] = -1
+    mirrored = mirror_images(images, [(2, 3), (2, 4, 3)])
+    assert mirrored[0, 0].tolist() == [[2, 1, 0, -1], [6, 5, 4, -1]]
+    assert mirrored[1, 0].tolist() == [[11, 10, 9, 8], [15, 14, 13, 12]]
 
 
 def test_standard_error_is_the_jackknifes() -> None:
     generator = np.random.default_rng(0)
     corners = generator.uniform(0, 50, (5, 4, 2)).tolist()
-    reference = [found(*((0.9 - 0.2 * i, 0, [*each[i], 30.0, 30.0]) for i in range(4))) for each in corners]
-    other = [
-        Detections(one.scores, one.labels, one.regions + [[step, 0, 0, 0]])
-        for one, step in zip(reference, (0, 1, 3, 9, 0), strict=True)
-    ]
+    truth = [found(*((0.9 - 0.2 * i, 0, [*each[i], 30.0, 30.0]) for i in range(4))) for each in corners]
+
+    def moved(*steps: float) -> list[Detections]:
+        return [
+            Detections(one.scores, one.labels, one.regions + [[step, 0, 0, 0]])
+            for one, step in zip(truth, steps, strict=True)
+        ]
+
+    teacher, student = moved(2, 0, 1, 2, 4), moved(0, 1, 3, 9, 0)
     without = [
-        agreement([x for k, x in enumerate(reference) if k != i], [x for k, x in enumerate(other) if k != i])
+        retained_ap(*([x for k, x in enumerate(part) if k != i] for part in (truth, teacher, student))).value
         for i in range(5)
     ]
     expected = np.sqrt(4 / 5 * sum((value - np.mean(without)) ** 2 for value in without))
-    assert agreement_error(reference, other) == pytest.approx(expected, rel=1e-12) and expected > 0.01
-    assert agreement_error(reference, reference) == 0
-    assert agreement_error(reference[:1], other[:1]) == np.inf
+    assert retained_ap(truth, teacher, student).error == pytest.approx(expected, rel=1e-12) and expected > 0.01
+    assert retained_ap(truth, teacher, teacher) == (1, 0)
+    assert retained_ap(truth[:1], teacher[:1], student[:1]).error == np.inf
 
 
-def test_no_loss_is_announced_from_few_detections_or_from_images_that_were_fitted():
-    assert describe_loss(0.9, 500) == 'AP about 0.6 lower if the teacher has 50'
-    assert '8 detections are too few' in describe_loss(0.999, 8)
-    assert 'nothing was held out' in describe_loss(0.999, 500, held_out=False)
-
-
-def test_the_expected_loss_grows_with_the_square_of_the_teachers_ap():
-    # Rows of a study that the constant was not fitted to: hard teachers with an AP of 0.222 and 0.254, one seed each.
-    rows = ((0.222, 0.748, 0.012), (0.222, 0.647, 0.026), (0.254, 0.720, 0.017), (0.254, 0.656, 0.028))
-    errors = [expected_loss(value, ap) - loss for ap, value, loss in rows]
-    # The error of the law, as LOSS_EVIDENCE's table has it, and no row far beyond it.
-    assert np.sqrt(np.mean(np.square(errors))) <= 0.009 and max(map(abs, errors)) <= 0.011, errors
-    assert expected_loss(1.0) == 0 and expected_loss(0.8, 0.2) == pytest.approx(expected_loss(0.8, 0.4) / 4)
-    assert least_agreement(expected_loss(0.83, 0.3), 0.3) == pytest.approx(0.83)
+def test_no_loss_is_announced_from_few_detections():
+    assert describe_loss(RetainedAP(0.98, 0.01), 500) == 'AP about 1.0 (0.0 to 2.0) lower if the teacher has 50'
+    assert '8 detections are too few' in describe_loss(RetainedAP(0.999, 0.01), 8)
+    assert 'too few' in describe_loss(RetainedAP(0.999, np.inf), 80)
     # Nobody can lose more than there is.
-    assert expected_loss(0.0, 0.5) == 0.5
+    assert RetainedAP(0.1, 0.2).losses(0.4) == pytest.approx((0.36, 0.2, 0.4))
+    assert RetainedAP(0.9, np.inf).losses(0.4) == pytest.approx((0.04, -0.4, 0.4))

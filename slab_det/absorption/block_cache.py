@@ -1,0 +1,105 @@
+"""BlockCache: files of finished blocks, from which an interrupted absorption resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import slab_det
+from slab_det.absorption.absorption_report import AbsorptionReport
+from slab_det.absorption.images import to_bytes
+from slab_det.absorption.plan import AbsorptionPlan
+from slab_det.fusion.channels import resize_channels
+from slab_det.fusion.fuse import apply_fold
+from slab_det.runtime import read_checkpoint
+from slab_det.runtime.record import describe_environment
+from slab_det.runtime.run_folder import AtomicLocalBackend
+
+
+class BlockCache:
+    """The files of a student's finished blocks, each with the weights that the block changed and the report so far.
+
+    The name of a file is a digest of all that determines the fits up to its block, so students share the files of the
+    blocks before the first with other numbers of channels.
+
+    Args:
+        plan: The steps and the images.
+        counts: Number of channels to leave in each unit that loses some, by its name.
+        folder: Folder of the files.
+    """
+
+    def __init__(self, plan: AbsorptionPlan, counts: Mapping[str, int], folder: Path) -> None:
+        self.plan, self.files = plan, {}
+        digest = _digest(plan)
+        for block, steps in plan.blocks.items():
+            digest.update(repr((block, [(step.unit, counts.get(step.unit)) for step in steps])).encode())
+            self.files[block] = folder / f'absorb_{digest.hexdigest()[:16]}.pth'
+        # The student's weights when they were last saved or loaded.
+        self.saved: dict[str, Tensor] = {}
+
+    def load(self, model: nn.Module) -> tuple[list[str], AbsorptionReport]:
+        """Loads the finished blocks into a copy of the teacher; returns their names and the report so far."""
+        finished = [block for block, _ in takewhile(lambda item: item[1].exists(), self.files.items())]
+        weights, report = {}, AbsorptionReport()
+        for block in finished:
+            state = read_checkpoint(self.files[block])
+            weights.update(state['weights'])
+            report = AbsorptionReport.from_dict(state['report'])
+        for norm in report.norms:
+            apply_fold(model, self.plan.fusions[norm.norm])
+        resize_channels(model, report.counts)
+        model.load_state_dict({**model.state_dict(), **weights})
+        self.saved = {name: value.clone() for name, value in model.state_dict().items()}
+        return finished, report
+
+    def save(self, block: str, model: nn.Module, report: AbsorptionReport) -> None:
+        """Saves the weights that a block changed and the report so far."""
+        changed = {
+            name: value.clone()
+            for name, value in model.state_dict().items()
+            if name not in self.saved or not torch.equal(value, self.saved[name])
+        }
+        self.saved.update(changed)
+        buffer = io.BytesIO()
+        torch.save(dict(weights=changed, report=report.to_dict()), buffer)
+        AtomicLocalBackend().put(buffer.getvalue(), self.files[block])
+
+
+def _digest(plan: AbsorptionPlan) -> hashlib._Hash:
+    """Digest of all that determines a fit: images, the teacher's weights and settings, the plan and the code."""
+    digest = plan.images.digest.copy()
+    settings = plan.images.count, plan.fusions, plan.int8, plan.blocks, _settings(plan.model)
+    digest.update(repr((*settings, describe_environment()['versions'])).encode())
+    digest.update(_source_digest(Path(slab_det.__file__).parent))
+    for name, value in plan.model.state_dict().items():
+        digest.update(f'{name} {value.dtype} {tuple(value.shape)}'.encode() + to_bytes(value))
+    return digest
+
+
+def _source_digest(package: Path) -> bytes:
+    """Digest of the source of a package: another commit of the same version may make other fits."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob('*.py')):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.digest()
+
+
+def _settings(model: nn.Module) -> list[tuple]:
+    """What modules hold beside weights, such as eps, heads and window sizes: their types, numbers and words."""
+
+    def is_plain(value: object) -> bool:
+        return all(map(is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, (int, float, str))
+
+    # Private attributes are caches and flags, which may change between two calls.
+    return [
+        (name, type(module).__qualname__, key, repr(value))
+        for name, module in model.named_modules()
+        for key, value in sorted(vars(module).items())
+        if not key.startswith('_') and is_plain(value)
+    ]
