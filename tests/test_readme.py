@@ -81,8 +81,8 @@ def test_command_names_what_exists(command: list[str], flags_of: Callable[[str],
         program, arguments = 'python', arguments[arguments.index('-u') + 1 :]
     if program == 'pip':
         settings = read_configuration(ROOT / 'pyproject.toml', expand=False)['project']
-        extras = re.fullmatch(r'install -e \.\[([\w,]+)\]', ' '.join(arguments))[1].split(',')
-        assert {*extras} <= settings['optional-dependencies'].keys()
+        extras = re.fullmatch(r'install -e \.(?:\[([\w,]+)\])?', ' '.join(arguments))[1]
+        assert {*(extras or 'serve').split(',')} <= settings['optional-dependencies'].keys()
         return
     script = arguments.pop(0) if program == 'python' else program
     if script == '-m':
