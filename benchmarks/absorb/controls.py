@@ -11,17 +11,18 @@ from unittest import mock
 from torch import Tensor, nn
 
 import slab_det
-from slab_det.absorption import steps, student
+from slab_det.absorption import regression
 from slab_det.absorption.images import read_images
+from slab_det.absorption.moments import Affine, CrossMoments
 from slab_det.absorption.pair import Pair
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
-from slab_det.absorption.regression import Affine, CrossMoments
+from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
 
 
 def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
     """Every FFN becomes its best affine map: the layers that write the stream are fitted as always, all norms stay."""
-    copy_teacher = student.copy_teacher
+    copy_teacher = AbsorptionPlan.copy_teacher
 
     def copy_without_activations(plan: AbsorptionPlan) -> nn.Module:
         model = copy_teacher(plan)
@@ -33,11 +34,11 @@ def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(student, 'copy_teacher', copy_without_activations),
+        mock.patch.object(AbsorptionPlan, 'copy_teacher', copy_without_activations),
         mock.patch.object(Pair, 'differs', lambda self: True),
     ):
         plan = make_plan(teacher.eval(), read_images(teacher, images, Path(folder)), True, 'keep')
-        return student.make_student(plan, {}, Path(folder), progress=False)
+        return make_student(plan, {}, Path(folder), progress=False)
 
 
 def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
@@ -47,7 +48,7 @@ def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
         return Affine(prior, moments.mean_y - prior @ moments.mean_x)
 
     with (
-        mock.patch.object(steps, 'choose_fit', keep_prior),
+        mock.patch.object(regression, 'choose_fit', keep_prior),
         mock.patch.object(Pair, 'differs', lambda self: False),
     ):
         return slab_det.absorb(teacher, images, 1, 'remove', progress=False)
@@ -57,20 +58,20 @@ class BlockSurvey(Survey):
     """The units of the backbone's blocks; their multiply-adds are all that is counted."""
 
     def __init__(self, plan: AbsorptionPlan) -> None:
+        self.counts: Mapping[str, int] | None = None
         super().__init__(plan)
         self.prices = {name: prices for name, prices in self.prices.items() if name.startswith('backbone.')}
         self.layers = {layer: value for layer, value in self.layers.items() if layer.startswith('backbone.')}
         self.total = sum(cost for cost, _ in self.layers.values())
-        self.counts: Mapping[str, int] = {}
 
     def choose(self, share: float) -> dict[str, int]:
         """See :meth:`Survey.choose`; the fewest channels where these leave more."""
         self.counts = super().choose(max(share, self.least_share() + 1e-6))
         return self.counts
 
-    def count(self, plan: AbsorptionPlan, student: nn.Module) -> float:
-        """The multiply-adds that are left in the blocks."""
-        return self.multiply_adds(self.counts)
+    def count(self, student: nn.Module) -> float:
+        """The multiply-adds that are left in the blocks, once they are chosen."""
+        return super().count(student) if self.counts is None else self.multiply_adds(self.counts)
 
 
 def with_thin_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:

@@ -39,7 +39,8 @@ from slab_det import runtime
 from slab_det.absorption import refit, steps
 from slab_det.absorption.images import read_images
 from slab_det.absorption.plan import make_plan
-from slab_det.absorption.regression import CrossMoments, rank_channels
+from slab_det.absorption.elimination import rank_channels
+from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.student import make_student
 from slab_det.checkpoints import build_detector
 from slab_det.preflight import set_data_root
@@ -112,7 +113,7 @@ def look(teacher: nn.Module, images: DataLoader) -> dict[str, Hidden]:
     def see(name: str, h: Tensor) -> None:
         tokens = h.flatten(2).transpose(1, 2) if h.ndim == 4 else h
         tokens = tokens.flatten(0, -2)
-        moments[name].add(tokens, tokens[:, :1])
+        moments[name].add(tokens)
         active[name] = active[name] + (tokens > 0).sum(0)
 
     prepare = prepare_inputs(teacher, images)

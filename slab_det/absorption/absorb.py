@@ -48,9 +48,9 @@ def absorb(
     The student is a copy of the teacher, ``model``. By default it loses hidden channels and keeps all norms. Where
     channels go, the layers that read them are fitted to the teacher's values on the student's inputs.
 
-    A LayerNorm that goes is replaced by an affine map and folded into the linear layers that read it. The
-    norms are replaced from the first to the last. Each is fitted by a ridge regression of the teacher's output y on the
-    student's input x,
+    A LayerNorm that goes is replaced by an affine map and folded into the linear layers that read it. The norms are
+    replaced from the first to the last. Each is fitted by a ridge regression of the teacher's output y on the student's
+    input x,
 
         M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
 
@@ -130,7 +130,7 @@ def absorb(
             judge(student)
         if survey is not None:
             report = student.absorption_report
-            report.multiply_adds = survey.total, survey.count(plan, student)
+            report.multiply_adds = survey.total, survey.count(student)
             reason = 'too few tokens or regions of the images reach it; give more images'
             report.channels += [ChannelAbsorption(name, reason=reason) for name in survey.unknown]
     _warn(student.absorption_report)

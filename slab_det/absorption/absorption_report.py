@@ -42,7 +42,6 @@ class ChannelAbsorption:
         reason: Why the unit was left alone, or ''.
         left: Mean squared error of the refitted readers on held-out batches, as a share of a variance: that of the
             teacher's residual stream behind them, or of the teacher's outputs in a head.
-        logits: In an attention, the share of the logits' second moment that queries and keys of lower rank lose.
     """
 
     unit: str
@@ -50,7 +49,6 @@ class ChannelAbsorption:
     kept: int | None = None
     reason: str = ''
     left: float | None = None
-    logits: float | None = None
 
 
 @dataclass

@@ -82,7 +82,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
     first, held_out, regions = [], Batches(), {}
     held_out.dataset = getattr(batches, 'dataset', None)
-    prepare, unit = prepare_inputs(model, batches), _crop_unit(model)
+    prepare, grid = prepare_inputs(model, batches), _crop_grid(model)
     number = len(batches) if isinstance(batches, Sized) else 100
     family = find_absorbed(model) if heads else None
     for index, batch in enumerate(one_pass(batches)):
@@ -92,8 +92,8 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
             store.put(str(WHOLE), inputs)
             if family:
                 regions[WHOLE] = family.find_regions(model, inputs, samples, math.inf)
-        if unit and inputs.ndim == 4:
-            inputs, samples = _crop(inputs, samples, share * CROP, unit, index)
+        if grid and inputs.ndim == 4:
+            inputs, samples = _crop(inputs, samples, share * CROP, grid, index)
         if family:
             regions[index] = family.find_regions(model, inputs, samples, min(1.0, share))
         store.put(str(index), inputs)
@@ -114,7 +114,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     return Images(store, count, held_out, digest, regions)
 
 
-def _crop_unit(model: nn.Module) -> int:
+def _crop_grid(model: nn.Module) -> int:
     """The number of pixels on which the windows of every stage of a Swin begin; 0 if its outputs depend on the size of
     the image otherwise than by windows, so that it must see whole images."""
     windows = [module.w_msa.window_size for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
@@ -124,7 +124,7 @@ def _crop_unit(model: nn.Module) -> int:
 
 
 def _crop(
-    images: Tensor, samples: list[DetDataSample], pixels: float, unit: int, seed: int
+    images: Tensor, samples: list[DetDataSample], pixels: float, grid: int, seed: int
 ) -> tuple[Tensor, list[DetDataSample]]:
     """Crops images to about a number of pixels each, so that objects keep their size and windows their contents.
 
@@ -132,15 +132,15 @@ def _crop(
         images: (B, 3, H, W).
         samples: One for each image.
         pixels: Number of pixels that suffice.
-        unit: The sides and the corner of the crop are multiples of it, except at the border of the images.
+        grid: The sides and the corner of the crop are multiples of it, except at the border of the images.
         seed: Chooses the corner of the crop.
     """
     scale, generator, parts = math.sqrt(pixels / images[0, 0].numel()), random.Random(seed), []
     if scale >= 1:
         return images, samples
     for side in images.shape[-2:]:
-        crop = unit * max(1, round(scale * side / unit))
-        start = generator.randrange(0, max(1, side - crop + unit), unit)
+        crop = grid * max(1, round(scale * side / grid))
+        start = generator.randrange(0, max(1, side - crop + grid), grid)
         parts.append(slice(start, start + crop))
     crops = images[..., parts[0], parts[1]]
     shapes = dict.fromkeys(('img_shape', 'pad_shape', 'batch_input_shape'), tuple(crops.shape[-2:]))

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
 from slab_det.absorption.images import Images
-from slab_det.absorption.regression import CrossMoments
+from slab_det.absorption.moments import CrossMoments
+from slab_det.absorption.regression import Split
 from slab_det.absorption.walk import Probe, Walk
 from slab_det.fusion.channels import ChannelUnit, find_channels
 from slab_det.fusion.fusion_report import NormFusion
@@ -29,7 +30,6 @@ class Pair:
 
     Attributes:
         model: The student, which steps change.
-        lost_logits: :attr:`ChannelAbsorption.logits` of attentions whose values are not fitted yet.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class Pair:
         self.teacher, self.student, self.images, self.fusions = teacher, student, images, fusions
         self.counts, self.int8, self.report = counts, int8, report
         self.model: nn.Module = student.model
-        self.lost_logits: dict[str, float] = {}
         self._block = self._finishes = ''
         # The walks and batches that have finished what the step finishes.
         self._finished: set[tuple[str, int]] = set()
@@ -96,7 +95,10 @@ class Pair:
         return self.images.regions[batch].position_weights(self._block, level)
 
     def find_pruned(self, name: str) -> tuple[ChannelUnit, int] | None:
-        """The unit with this name and the number of channels to leave in it; None if it loses none."""
+        """The unit with this name and the number of channels to leave in it; None if it loses none.
+
+        Adds to the report why it cannot lose any.
+        """
         unit = find_channels(self.model)[name]
         kept = self.counts.get(name, unit.count)
         if not unit.reason and kept < unit.count:
@@ -110,9 +112,9 @@ class Pair:
         """Whether the student already differs from the teacher, so that a writer has something to correct."""
         return bool(self.report.pruned or self.report.norms)
 
-    def empty_moments(self) -> tuple[CrossMoments, CrossMoments]:
-        """Empty moments for the batches to fit, and for the held-out batches."""
-        return CrossMoments(self.int8), CrossMoments(self.int8)
+    def empty_moments(self) -> Split:
+        """Sums without a token."""
+        return Split(CrossMoments(self.int8), CrossMoments(self.int8))
 
     def _run_head(self, walk: Walk, batch: int, probes: Sequence[Probe], finish: str) -> list[list[Tensor]]:
         # A head of regions is called once, so its run ends at the probes.

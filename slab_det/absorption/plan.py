@@ -17,10 +17,11 @@ from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
 from slab_det.families import find_absorbed
 from slab_det.fusion.channels import ChannelUnit, find_channels
-from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
+from slab_det.fusion.fuse import apply_fold, check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.fusion_report import NormFusion
 from slab_det.norms import named_norms
 from slab_det.norms.folds import Write, find_hooks, find_rule
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
 
 # Runs a model on the image tensor of a batch and the index of the batch, up to the last block.
@@ -56,6 +57,14 @@ class AbsorptionPlan:
     def steps(self) -> list[Step]:
         """The steps of all blocks."""
         return [step for steps in self.blocks.values() for step in steps]
+
+    def copy_teacher(self) -> nn.Module:
+        """A copy of the teacher with slab_det's own norms fused."""
+        model = copy_module(self.model)
+        for fusion in self.fusions.values():
+            if fusion.outcome != 'absorbed':
+                apply_fold(model, fusion)
+        return model
 
     def shorten(self, count: int) -> AbsorptionPlan:
         """Returns the plan with only the first ``count`` batches, if there are more."""

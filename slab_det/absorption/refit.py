@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.regression import (
-    Affine,
-    CrossMoments,
-    choose_fit,
-    join_channels,
-    measured_part,
-    rank_channels,
-)
+from slab_det.absorption.elimination import join_channels, rank_channels
+from slab_det.absorption.moments import Affine, CrossMoments
+from slab_det.absorption.regression import Split
 from slab_det.fusion.channels import ChannelUnit, columns_of, input_weight, keep_channels, set_input_weight
 
 
 @torch.no_grad()
-def refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMoments) -> float:
+def refit(layer: nn.Linear | nn.Conv2d, moments: Split) -> float:
     """Adds to a layer the affine map of its input that best explains the error of its output or of the stream.
 
     Args:
         layer: A linear layer, or a convolution without groups, (C_out, C_in, ...); changed in place.
-        moments: Sums to fit: the inputs of the layer, as columns of its flattened weight, and the error, (C_out,).
-        held_out: The same of held-out images, which choose the ridge.
+        moments: Of the inputs of the layer, as columns of its flattened weight, and the error, (C_out,).
 
     Returns:
         The mean squared error after the fit over the mean squared error before; 1 if the layer stays as it is, also
         where no token, such as a region with an object, reached it.
     """
-    if not moments.count:
+    if not moments.fitted.count:
         return 1.0
     if layer.bias is None:
         # A model rebuilt from its config would have no bias here, so the fit has no shift.
-        moments, held_out = moments.about_zero(), held_out.about_zero()
-    fit = choose_fit(moments, held_out, torch.zeros_like(moments.xy.T))
-    judge = measured_part(moments, held_out)
+        moments = moments.map(CrossMoments.about_zero)
+    fit, judge = moments.choose_fit(torch.zeros_like(moments.fitted.xy.T)), moments.measured
     before, after = judge.mean_square(), judge.unexplained(fit) * judge.variance()
     if after >= before:
         return 1.0
@@ -48,74 +41,73 @@ def refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMo
 
 
 @torch.no_grad()
-def prune_and_refit(
-    model: nn.Module, unit: ChannelUnit, kept: int, levels: Sequence[tuple[CrossMoments, CrossMoments]]
-) -> float:
+def prune_and_refit(model: nn.Module, unit: ChannelUnit, kept: int, moments: Sequence[Split]) -> float:
     """Removes hidden channels and refits the layers that read them.
 
     Args:
         model: The student.
         unit: The channels.
         kept: Number of channels to leave.
-        levels: The sums to fit and to hold out, for the readers of each level: the channels and the readers' outputs.
+        moments: Of the channels and the readers' outputs, for the readers of each level.
 
     Returns:
         The squared error over the variance of the targets, the mean over levels.
     """
-    readers = [[*map(model.get_submodule, names)] for names in unit.readers_of_levels]
-    weights = [torch.cat([*map(input_weight, layers)]).double() for layers in readers]
     # Outputs of several layers, such as classes and boxes, have different scales.
     apart = len(unit.readers) > 1
-    scales = [moments.deviation() if apart else torch.ones_like(moments.mean_y) for moments, _ in levels]
-    weights = [weight / scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
-    targets = [[part.divide_target(scale) for part in parts] for parts, scale in zip(levels, scales, strict=True)]
-    fitted = [
-        [_without_bias(part, layers, scale) for part in parts]
-        for parts, layers, scale in zip(targets, readers, scales, strict=True)
+    levels = [
+        _Level([*map(model.get_submodule, names)], part, apart)
+        for names, part in zip(unit.readers_of_levels, moments, strict=True)
     ]
-    joint = join_channels([moments for moments, _ in fitted], unit.count)
+    joint = join_channels([level.moments.fitted for level in levels], unit.count)
     order, _ = rank_channels(joint, unit.heads, len(joint.xx) // unit.count * unit.group)
     stay = columns_of(order[-kept // unit.group :].sort().values, unit.group)
-    fits, errors = [], []
-    for weight, target, (moments, held_out), layers, scale in zip(
-        weights, targets, fitted, readers, scales, strict=True
-    ):
-        inputs = columns_of(stay, weight.shape[1] // unit.count)
-        # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
-        priors = moments.project(weight, inputs), weight[:, inputs]
-        moments, held_out = moments.select(inputs), held_out.select(inputs)
-        judge = measured_part(moments, held_out)
-        fit = min((choose_fit(moments, held_out, prior) for prior in priors), key=judge.unexplained)
-        fits.append(Affine(fit.matrix * scale[:, None], fit.shift * scale))
-        shift = fit.shift + _fixed_bias(layers, scale)
-        errors.append(measured_part(*target).select(inputs).unexplained(fit._replace(shift=shift)))
+    fits = [level.fit(columns_of(stay, level.weight.shape[1] // unit.count)) for level in levels]
     keep_channels(model, unit, stay)
-    for fit, layers in zip(fits, readers, strict=True):
-        sizes = [len(input_weight(layer)) for layer in layers]
-        for layer, matrix, shift in zip(layers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
-            set_input_weight(layer, matrix)
-            if not _has_fixed_bias(layers):
-                layer.bias.copy_(shift)
-    return sum(errors) / len(errors)
+    for level, (fit, _) in zip(levels, fits, strict=True):
+        level.write(fit)
+    return sum(error for _, error in fits) / len(fits)
 
 
-def _has_fixed_bias(readers: Iterable[nn.Module]) -> bool:
-    """Whether readers keep their bias: one has none, or is a transposed convolution, whose outputs share one."""
-    return any(layer.bias is None or isinstance(layer, nn.ConvTranspose2d) for layer in readers)
+class _Level:
+    """The readers of one level, as one layer whose outputs are divided by their ``scale``.
 
+    Attributes:
+        bias: What the readers keep of their bias. They keep all of it if one has none, or is a transposed convolution,
+            whose outputs share one; otherwise nothing.
+        target: The sums for the outputs.
+        moments: The sums for the fit of weight and bias: about zero and without the bias if the readers keep it.
+    """
 
-def _fixed_bias(readers: Iterable[nn.Module], scale: Tensor) -> Tensor:
-    """The bias of each output of readers, over its scale, where they keep it; otherwise 0."""
-    biases = []
-    for layer in readers:
+    def __init__(self, readers: list[nn.Module], moments: Split, apart: bool) -> None:
+        self.readers, first = readers, moments.fitted
+        self.scale = first.deviation() if apart else torch.ones_like(first.mean_y)
+        self.weight = torch.cat([*map(input_weight, readers)]).double() / self.scale[:, None]
+        self.keeps_bias = any(layer.bias is None or isinstance(layer, nn.ConvTranspose2d) for layer in readers)
+        self.bias = torch.cat([*map(self._kept_bias, readers)]) / self.scale
+        self.target = self.moments = moments.map(lambda part: part.divide_target(self.scale))
+        if self.keeps_bias:
+            self.moments = self.target.map(lambda part: part.subtract_from_target(self.bias).about_zero())
+
+    def _kept_bias(self, layer: nn.Module) -> Tensor:
         rows = len(input_weight(layer))
-        fixed = _has_fixed_bias(readers) and layer.bias is not None
-        biases.append(layer.bias.repeat_interleave(rows // len(layer.bias)) if fixed else scale.new_zeros(rows))
-    return torch.cat(biases) / scale
+        if not self.keeps_bias or layer.bias is None:
+            return self.scale.new_zeros(rows)
+        return layer.bias.repeat_interleave(rows // len(layer.bias))
 
+    def fit(self, inputs: Tensor) -> tuple[Affine, float]:
+        """Fits the readers of these columns; returns the fit and its squared error over the variance of the target."""
+        # The channels that stay take over the work of those that go, unless there are too few tokens to tell how.
+        priors = self.moments.fitted.project(self.weight, inputs), self.weight[:, inputs]
+        moments = self.moments.map(lambda part: part.select(inputs))
+        fit = min(map(moments.choose_fit, priors), key=moments.measured.unexplained)
+        error = self.target.measured.select(inputs).unexplained(fit._replace(shift=fit.shift + self.bias))
+        return Affine(fit.matrix * self.scale[:, None], fit.shift * self.scale), error
 
-def _without_bias(moments: CrossMoments, readers: Iterable[nn.Module], scale: Tensor) -> CrossMoments:
-    """The sums for a fit of the readers: about zero and without the bias if they keep it."""
-    if not _has_fixed_bias(readers):
-        return moments
-    return moments.subtract_from_target(_fixed_bias(readers, scale)).about_zero()
+    def write(self, fit: Affine) -> None:
+        """Writes a fit into the readers, which have lost channels."""
+        sizes = [len(input_weight(layer)) for layer in self.readers]
+        for layer, matrix, shift in zip(self.readers, fit.matrix.split(sizes), fit.shift.split(sizes), strict=True):
+            set_input_weight(layer, matrix)
+            if not self.keeps_bias:
+                layer.bias.copy_(shift)

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from slab_det.absorption.absorption_report import ChannelAbsorption, NormAbsorption
+from slab_det.absorption.elimination import reduce_rank
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.pair import Pair
 from slab_det.absorption.refit import prune_and_refit, refit
-from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, reduce_rank
+from slab_det.absorption.regression import diagonal_fit
 from slab_det.absorption.tokens import (
     apply_to_columns,
     input_tokens,
@@ -25,7 +26,6 @@ from slab_det.absorption.tokens import (
 from slab_det.absorption.walk import Probe
 from slab_det.fusion.channels import output_parameters
 from slab_det.fusion.fuse import apply_fold, fold_affine
-from slab_det.runtime.errors import ConversionError
 
 # Most inputs of a layer that is fitted again because maps lost channels: the sums of more would take gigabytes.
 MAX_COLUMNS = 8192
@@ -37,7 +37,7 @@ class Step(ABC):
 
     Attributes:
         name: The norm, layer or attention to fit, or the unit whose channels go.
-        unit: Name of the unit whose channels the step may remove, or '' .
+        unit: Name of the unit whose channels the step may remove, or ''.
         finishes: Name of the module whose output no later step changes, so that it can be stored: the block, a branch
             of it such as an attention, or ''.
     """
@@ -68,13 +68,12 @@ class NormStep(Step):
         for batch in pair.batches():
             (target,) = pair.run_teacher(batch, self.target)
             (source,) = pair.run_student(batch, self.source)
-            moments[is_held_out(batch)].add(*sample_tokens(source, target))
+            moments.add(batch, *sample_tokens(source, target))
             # Frees the memory for the next forwards.
             del source, target
-        _check_finite(self.name, *moments)
-        fit = choose_fit(*moments, diagonal_fit(moments[0]).matrix)
-        left = measured_part(*moments).unexplained(fit)
-        pair.report.norms.append(NormAbsorption(self.name, 'absorbed', left=left))
+        moments.check_finite(self.name)
+        fit = moments.choose_fit(diagonal_fit(moments.fitted).matrix)
+        pair.report.norms.append(NormAbsorption(self.name, 'absorbed', left=moments.measured.unexplained(fit)))
         apply_fold(pair.model, pair.fusions[self.name])
         fold_affine(pair.model, pair.fusions[self.name], *fit)
 
@@ -96,18 +95,16 @@ class RankStep(Step):
         if not pruned:
             return
         unit, kept = pruned
-        queries, keys = CrossMoments(), CrossMoments()
-        for batch in pair.batches():
-            if is_held_out(batch):
-                continue
+        queries, keys = pair.empty_moments(), pair.empty_moments()
+        for batch in (batch for batch in pair.batches() if not is_held_out(batch)):
             for moments, part in zip((queries, keys), pair.run_student(batch, self.source, self.target), strict=True):
-                (part,) = sample_tokens(part)
-                moments.add(part, part[..., :1])
-        _check_finite(self.name, queries, keys)
+                moments.add(batch, *sample_tokens(part))
+        for moments in (queries, keys):
+            moments.check_finite(self.name)
         weight, bias = output_parameters(pair.model.get_submodule(unit.writers[0]))
         padding = getattr(pair.model.get_submodule(unit.owner), 'padding_qkv', None)
         width = kept // unit.heads
-        pair.lost_logits[unit.name] = reduce_rank(queries, keys, weight, bias, unit.heads, width, padding)
+        reduce_rank(queries.fitted, keys.fitted, weight, bias, unit.heads, width, padding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,24 +139,23 @@ class WriterStep(Step):
                     found[0] = found[0].flatten(2).transpose(1, 2)
             target, source, *streamed = sample_tokens(target, *found)
             stream = apply_to_columns(layer, source) if fits_own_output else streamed[0]
-            moments[is_held_out(batch)].add(source, target - stream)
+            moments.add(batch, source, target - stream)
             if pruned:
-                streams[is_held_out(batch)].add(target[..., :1], target)
+                streams.add(batch, target[..., :1], target)
             del found, source, streamed, stream, target
-        _check_finite(self.name, *moments)
+        moments.check_finite(self.name)
         if not pruned:
-            pair.report.refits[self.name] = refit(layer, *moments)
+            pair.report.refits[self.name] = refit(layer, moments)
             return
         unit, kept = pruned
-        for part in {moments[0], measured_part(*moments)}:
-            # The target becomes the whole output that the layer should have, not only the error before.
-            bias = torch.zeros_like(part.mean_y) if layer.bias is None else layer.bias.detach()
-            part.add_to_target(layer.weight.detach().flatten(1), bias)
+        # The target becomes the whole output that the layer should have, not only the error before.
+        weight, bias = output_parameters(layer)
+        bias = weight.new_zeros(len(weight)) if bias is None else bias.detach()
+        moments = moments.map(lambda part: part.add_to_target(weight.detach().flatten(1), bias))
         # Of images of a pixel, the stream may have no variance.
-        share = measured_part(*moments).variance() / max(measured_part(*streams).variance(), 1e-300)
+        share = moments.measured.variance() / max(streams.measured.variance(), 1e-300)
         left = share * prune_and_refit(pair.model, unit, kept, [moments])
-        logits = pair.lost_logits.get(unit.name)
-        pair.report.channels.append(ChannelAbsorption(unit.name, unit.count, kept, left=left, logits=logits))
+        pair.report.channels.append(ChannelAbsorption(unit.name, unit.count, kept, left=left))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +173,10 @@ class MapStep(Step):
             maps = pair.student.run(batch, unit.name, [Probe(writer, 'output') for writer in unit.writers])
             for level, x in enumerate(maps):
                 weight = output_tokens(pair.images.regions[batch].weights[level])
-                tokens = output_tokens(x)
-                moments[is_held_out(batch)].add(tokens, tokens[..., :1], weight)
+                moments.add(batch, output_tokens(x), weight=weight)
             del maps
-        _check_finite(unit.name, *moments)
-        stay, left = combine_channels(pair.model, unit, kept, *moments)
+        moments.check_finite(unit.name)
+        stay, left = combine_channels(pair.model, unit, kept, moments)
         pair.report.channels.append(ChannelAbsorption(unit.name, unit.count, kept, left=left))
         pair.student.select_channels(unit.writers, stay)
 
@@ -202,10 +197,10 @@ class MapReaderStep(Step):
                 weight = None if weight is None else output_tokens(weight)
                 inputs = input_tokens(layer, source, target)
                 error = output_tokens(target) - apply_to_columns(layer, inputs)
-                moments[is_held_out(batch)].add(inputs, error, weight)
+                moments.add(batch, inputs, error, weight)
             del targets, sources, target, source, inputs, error
-        _check_finite(self.name, *moments)
-        pair.report.refits[self.name] = refit(layer, *moments)
+        moments.check_finite(self.name)
+        pair.report.refits[self.name] = refit(layer, moments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,14 +227,10 @@ class HeadStep(Step):
                     weight = pair.position_weights(batch, level + call)
                     weight = None if weight is None else output_tokens(weight)
                     target = torch.cat([*map(output_tokens, parts, layers)], -1)
-                    moments[level][is_held_out(batch)].add(input_tokens(layers[0], source, parts[0]), target, weight)
+                    moments[level].add(batch, input_tokens(layers[0], source, parts[0]), target, weight)
                     del source, parts
             del targets, own, sources, calls
-        _check_finite(unit.name, *(part for parts in moments for part in parts))
+        for part in moments:
+            part.check_finite(unit.name)
         left = prune_and_refit(pair.model, unit, kept, moments)
         pair.report.channels.append(ChannelAbsorption(unit.name, unit.count, kept, left=left))
-
-
-def _check_finite(name: str, *parts: CrossMoments) -> None:
-    if not all(part.count == 0 or (part.xx.isfinite().all() and part.yy.isfinite().all()) for part in parts):
-        raise ConversionError(f'{name}: its input or output is NaN or infinite; check weights and images')

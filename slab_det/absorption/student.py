@@ -12,9 +12,8 @@ from slab_det.absorption.block_cache import BlockCache
 from slab_det.absorption.pair import Pair
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.walk import Walk
-from slab_det.fusion.fuse import apply_fold, past_report
+from slab_det.fusion.fuse import past_report
 from slab_det.fusion.fusion_report import FusionReport
-from slab_det.runtime.copying import copy_module
 from slab_det.runtime.progress import Progress
 
 
@@ -33,7 +32,7 @@ def make_student(plan: AbsorptionPlan, counts: Mapping[str, int], work_dir: Path
     Raises:
         ConversionError: If values are not finite.
     """
-    model, blocks = copy_teacher(plan), [*plan.blocks]
+    model, blocks = plan.copy_teacher(), [*plan.blocks]
     cache = BlockCache(plan, counts, work_dir)
     finished, report = cache.load(model)
     teacher, student = (
@@ -55,13 +54,4 @@ def make_student(plan: AbsorptionPlan, counts: Mapping[str, int], work_dir: Path
     report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
     model.absorption_report = report
     model.fusion_report = FusionReport([*past.norms, *plan.fusions.values()], past.channels | report.counts)
-    return model
-
-
-def copy_teacher(plan: AbsorptionPlan) -> nn.Module:
-    """A copy of the teacher with slab_det's own norms fused."""
-    model = copy_module(plan.model)
-    for fusion in plan.fusions.values():
-        if fusion.outcome != 'absorbed':
-            apply_fold(model, fusion)
     return model

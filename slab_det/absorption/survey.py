@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from slab_det.absorption.elimination import join_channels, lost_logits, rank_channels
 from slab_det.absorption.images import WHOLE, is_held_out
 from slab_det.absorption.maps import rank_maps, sensitivity
+from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.plan import AbsorptionPlan
-from slab_det.absorption.regression import CrossMoments, join_channels, lost_logits, rank_channels
 from slab_det.absorption.steps import HeadStep, MapStep, RankStep, WriterStep
-from slab_det.absorption.student import copy_teacher
 from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
 from slab_det.absorption.walk import Probe, register_probe
 from slab_det.fusion.channels import ChannelUnit, find_channels, input_weight, output_parameters
@@ -60,9 +60,9 @@ class Survey:
     """
 
     def __init__(self, plan: AbsorptionPlan) -> None:
-        model = copy_teacher(plan)
+        self.plan, model = plan, plan.copy_teacher()
         with LayerCosts() as costs:
-            self.total = self.count(plan, model)
+            self.total = self.count(model)
         reached = {step.unit for step in plan.steps}
         units = {name: unit for name, unit in find_channels(model).items() if name in reached and not unit.reason}
         observed = observe(plan, model, units)
@@ -121,10 +121,10 @@ class Survey:
             left -= saved
         return counts
 
-    def count(self, plan: AbsorptionPlan, student: nn.Module) -> int:
+    def count(self, student: nn.Module) -> int:
         """The multiply-adds of a student, counted as :attr:`total` is."""
-        image = plan.images.store.get(str(WHOLE))
-        return count_multiply_adds(lambda: plan.forward(student)(image, WHOLE))
+        image, run = self.plan.images.store.get(str(WHOLE)), self.plan.forward(student)
+        return count_multiply_adds(lambda: run(image, WHOLE))
 
     def least_share(self) -> float:
         """The share of the multiply-adds that is left with the fewest channels everywhere."""
@@ -196,17 +196,17 @@ def observe(plan: AbsorptionPlan, model: nn.Module, units: Mapping[str, ChannelU
         # A convolution in an FFN has kernel 1 and reads a map or tokens.
         (tokens,) = sample_tokens(x.flatten(2).transpose(1, 2) if x.ndim == 4 else x)
         # Only the variance of the stream is needed.
-        moments.add(*(tokens[:, :1], tokens) if is_stream else (tokens, tokens[:, :1]))
+        moments.add(*(tokens[:, :1], tokens) if is_stream else (tokens,))
 
     def see_map(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, level: int) -> None:
-        tokens, weight = output_tokens(output), output_tokens(plan.images.regions[batch].weights[level])
-        moments.add(tokens, tokens[..., :1], weight)
+        weight = output_tokens(plan.images.regions[batch].weights[level])
+        moments.add(output_tokens(output), weight=weight)
 
     def see_reader(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, head: str, level: int) -> None:
         weight = plan.images.regions[batch].position_weights(head, level + calls[moments])
         calls[moments] += 1
-        tokens = input_tokens(layer, args[0], output)
-        moments.add(tokens, tokens[..., :1], None if weight is None else output_tokens(weight))
+        weight = None if weight is None else output_tokens(weight)
+        moments.add(input_tokens(layer, args[0], output), weight=weight)
 
     with ExitStack() as stack:
 

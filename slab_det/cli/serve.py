@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MEGABYTE = 2**20
 # How the parent tells its arguments to the processes that serve.
 VARIABLE = 'SLAB_DET_SERVE'
+# uvicorn ends a process that is silent for so long. Its own five seconds are too few to import PyTorch where other
+# processes run.
+SILENT_SECONDS = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +68,14 @@ def main(args: argparse.Namespace) -> None:
         del detector
         os.environ[VARIABLE] = json.dumps(vars(args))
         # Each process is a new interpreter: the threads of a runtime do not survive a fork.
-        uvicorn.run(f'{__name__}:create_worker', factory=True, workers=processes, host=args.host, port=args.port)
+        uvicorn.run(
+            f'{__name__}:create_worker',
+            factory=True,
+            workers=processes,
+            timeout_worker_healthcheck=SILENT_SECONDS,
+            host=args.host,
+            port=args.port,
+        )
 
 
 def create_worker() -> 'FastAPI':

@@ -80,10 +80,9 @@ def deploy(
     deployed = copy_module(model)
     if masks == 'rle':
         encode_masks(deployed)
-    weight = next(model.parameters())
-    on_cpu = weight.device.type == 'cpu'
+    on_cpu = _is_on_cpu(model)
     _change_form(deployed, dtype, on_cpu)
-    if not weight.is_meta:
+    if not next(model.parameters()).is_meta:
         check = try_deployed(model, deployed, dtype)
         if check is not None:
             deployed.deployment_check = check
@@ -129,6 +128,10 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None, on_cpu: bool) -> N
         lower_precision(model, dtype)
     keep_boxes_float32(model)
     backbone.register_forward_pre_hook(_check_inference_only)
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == 'cpu'
 
 
 def _check_inference_only(backbone: nn.Module, inputs: tuple) -> None:

@@ -150,7 +150,6 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
     student = make_student(plan_channels(model, images, tmp_path), counts, tmp_path, progress=False)
     control = copy.deepcopy(model)
     assert student.absorption_report.counts == counts
-    assert all(unit.logits < 1e-9 for unit in student.absorption_report.pruned if unit.logits is not None)
     resize_channels(control, counts)
     image, regions = (
         pictures(1, (75, 101), seed=5)[0].double(),
@@ -304,6 +303,34 @@ def test_the_search_for_a_share_fits_students_on_the_first_batches(tmp_path):
     plans = short, plan, plan_channels(model, IMAGES[:3], tmp_path)
     student, other, expected = (make_student(part, counts, tmp_path, progress=False) for part in plans)
     assert differing(student, other) and not differing(student, expected)
+
+
+def test_the_search_for_a_share_keeps_norms_that_go_in_the_end(monkeypatch):
+    model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
+
+    def search(survey, make, compare, progress):
+        tried.append(make(survey.choose(0.9)))
+        return 0.9
+
+    monkeypatch.setattr('slab_det.absorption.absorb.find_least_share', search)
+    student = absorb(model, IMAGES, norms='remove', progress=False)
+    assert not layer_norms(student) and layer_norms(tried[0]) == layer_norms(model)
+    assert student.fusion_report.channels == tried[0].fusion_report.channels
+
+
+def test_students_share_saved_blocks_before_the_first_with_other_channels(tmp_path, monkeypatch):
+    save, saved = BlockCache.save, []
+    monkeypatch.setattr(BlockCache, 'save', lambda self, block, *args: saved.append(block) or save(self, block, *args))
+    plan = plan_channels(build_teacher('SLABSwin', 'faster_rcnn'), IMAGES, tmp_path)
+    counts, block = {'backbone.stages.0.blocks.0.ffn': 16}, 'backbone.stages.3.blocks.0'
+    make_student(plan, counts, tmp_path / 'shared', progress=False)
+    blocks = [*saved]
+    counts[f'{block}.ffn'] = 128
+    saved.clear()
+    student = make_student(plan, counts, tmp_path / 'shared', progress=False)
+    assert saved == blocks[blocks.index(block) :] != blocks
+    alone = make_student(plan, counts, tmp_path / 'alone', progress=False)
+    assert not differing(student, alone) and student.absorption_report == alone.absorption_report
 
 
 def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):
