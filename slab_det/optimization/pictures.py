@@ -66,13 +66,14 @@ def loss_figure(content: Mapping) -> Figure:
     axes.set(ylabel='AP retained', xlim=(0, right), ylim=(low, high))
     axes.set_xlabel(f'time for an image; the original detector, of {base["median_ms"]:.3g} ms: 1')
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    most = max(entry['detections'] for entry in entries)
+    # The original detector is compared with nothing.
+    most = max((entry['detections'] for entry in entries if entry is not base), default=base['detections'])
     places, handles = [], []
     for entry, label, errors in zip(entries, labels, ranges, strict=True):
         time, (start, end) = entry['ratio'], entry['quartiles']
         colour, y = RUNTIME_COLOURS.get(entry['runtime'], INK), max(entry['retained_ap'], low + 0.02 * (high - low))
         is_below = entry['retained_ap'] < y
-        look = dict(color=colour, mfc=colour if entry['detections'] == most else 'white', ms=5)
+        look = dict(color=colour, mfc=colour if entry['detections'] >= most else 'white', ms=5)
         look['marker'] = 'v' if is_below else MARKERS.get(entry['precision'], 'P')
         axes.plot([start, end], [y, y], color=colour, lw=1)
         if not is_below:
@@ -87,7 +88,7 @@ def loss_figure(content: Mapping) -> Figure:
     axes.axhline(least, color='0.5', lw=1, ls='--')
     beside = dict(xycoords=('axes fraction', 'data'), textcoords='offset points', ha='right', va='top', color='0.4')
     axes.annotate(f'below: a loss of more than {content["max_loss"]:g} AP', (1, least), xytext=(-2, -2), **beside)
-    fewer = sorted({entry['detections'] for entry in entries} - {most})
+    fewer = sorted({entry['detections'] for entry in entries if entry['detections'] < most})
     title = f'AP retained on {most:,} detections' + f'; hollow: on {" or ".join(f"{n:,}" for n in fewer)}' * bool(fewer)
     legend.set_axis_off()
     legend.legend(handles=handles, loc='center', ncols=2, borderaxespad=0, title=title)
