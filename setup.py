@@ -13,7 +13,8 @@ HERE = Path(__file__).parent
 class BuildWithMim(build_py):
     """Adds slab_det/.mim to an installation: there mmengine and mim look for a package's configs, tools and models.
 
-    mmengine names a config ``package::folder/file.py``, so that each goes into a folder named after its metafile:
+    mmengine names a config ``package::folder/file.py`` and refuses a name without a folder, so that a plain copy of
+    configs/ would not be found. Each config goes into a folder named after its metafile:
     configs/mask_rcnn_slab_swin_t.py, of metafile_slab.yml, becomes ``slab_det::slab/mask_rcnn_slab_swin_t.py``.
     In the checkout of an editable installation, each folder is a link to configs/ itself, whose edits count.
     """

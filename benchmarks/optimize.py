@@ -1,4 +1,4 @@
-"""Stores what `slab-det optimize` measured for the picture of README.md: a detector on BCCD.
+"""Stores what `slab-det optimize` measured of a detector on BCCD, and draws the picture of README.md from the rows.
 
 python -m benchmarks.absorb.run bccd --iterations 600 --seeds 0 --ways --data-root data/bccd
 slab-det optimize CONFIG CHECKPOINT --images data/bccd/images/train --out work_dirs/bccd --minutes 4 --eval
@@ -9,7 +9,42 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.results import FOLDER, Results
+from benchmarks.results import FOLDER, ROOT, Results
+from slab_det.measure.figure import save_figure
+from slab_det.optimization.pictures import loss_figure
+from slab_det.runtimes import RUNTIMES
+
+COPIED = (
+    *('ratio', 'quartiles', 'median_ms', 'rounds', 'tie'),
+    *('retained_ap', 'loss_range', 'expected_loss', 'detections'),
+)
+
+
+def store(folder: Path, out: Path) -> None:
+    """Adds the forms of a folder of optimize to a file of results."""
+    content = json.loads((folder / 'optimize.json').read_text())
+    setting = dict(sizes=content['images']['sizes'], max_loss=content['max_loss'])
+    results = Results(out, detector='Faster R-CNN, Swin-32x2222, BCCD', **setting)
+    for entry in content['forms']:
+        values = {name: entry[name] for name in COPIED} | {'threads': content['threads']}
+        if entry['ap']:
+            values['AP'] = entry['ap']['bbox']['AP']
+        values |= dict(dropped=bool(entry['dropped_for']), recommended=entry['key'] == content['recommended'])
+        results.add(dict(name=entry['title']), values)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draws rows, which have titles in place of the keys of an optimize.json."""
+    keys = {runtime.title: key for key, runtime in RUNTIMES.items()}
+    forms = []
+    for row in results.rows:
+        title, precision, *_ = [*row['name'].split(', '), 'float32']
+        look = dict(runtime=keys[title], precision=precision, dropped_for=row['dropped'], variant=[])
+        forms.append(dict(row, key=row['name'], title=row['name'], **look))
+    (recommended,) = (row['name'] for row in results.rows if row['recommended'])
+    (base,) = results.select(name='eager')
+    content = dict(forms=forms, recommended=recommended, max_loss=results.setting['max_loss'], ap=base['AP'])
+    save_figure(loss_figure(content), path)
 
 
 def main() -> None:
@@ -17,14 +52,8 @@ def main() -> None:
     parser.add_argument('folder', type=Path, help='of optimize')
     parser.add_argument('--out', type=Path, default=FOLDER / 'optimize_bccd.json')
     args = parser.parse_args()
-    content = json.loads((args.folder / 'optimize.json').read_text())
-    results = Results(args.out, detector='Faster R-CNN, Swin-32x2222, BCCD', sizes=content['images']['sizes'])
-    names = ('ratio', 'quartiles', 'median_ms', 'rounds', 'agreement', 'expected_loss', 'detections')
-    for entry in content['forms']:
-        values = {name: entry[name] for name in names} | {'threads': content['threads']}
-        if entry['ap']:
-            values['AP'] = entry['ap']['bbox']['AP']
-        results.add(dict(name=entry['title']), values | {'recommended': entry['key'] == content['recommended']})
+    store(args.folder, args.out)
+    draw(Results(args.out), ROOT / 'docs' / 'optimize.svg')
 
 
 if __name__ == '__main__':

@@ -17,6 +17,7 @@ import torch
 from conftest import CONFIGS, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from setuptools.config.pyprojecttoml import read_configuration
 from test_model_index import expand
 
 import slab_det
@@ -79,7 +80,9 @@ def test_command_names_what_exists(command: list[str], flags_of: Callable[[str],
         # Slurm's own flags come first.
         program, arguments = 'python', arguments[arguments.index('-u') + 1 :]
     if program == 'pip':
-        assert arguments == ['install', '-e', '.'] and (ROOT / 'setup.py').is_file()
+        settings = read_configuration(ROOT / 'pyproject.toml', expand=False)['project']
+        extras = re.fullmatch(r'install -e \.(?:\[([\w,]+)\])?', ' '.join(arguments))[1]
+        assert {*(extras or 'serve').split(',')} <= settings['optional-dependencies'].keys()
         return
     script = arguments.pop(0) if program == 'python' else program
     if script == '-m':

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,20 @@ PIP = ('-m', 'pip', '-q', '--disable-pip-version-check')
 CHECK = """
 import slab_det
 from mmengine.config import Config
-from mmengine.hub import get_model
+from mmengine.hub import get_config, get_model
 from mmengine.runner import Runner
 from slab_det.cli.config import read_config
 
 slab = 'slab_det::slab/quickstart_mask_rcnn_slab_swin.py'
 assert get_model(slab).backbone.__class__ is slab_det.backbones.SLABSwin
 assert read_config(slab).model.type == 'MaskRCNN'
+# setup.py moves configs into folders because of this alone.
+try:
+    get_config('slab_det::quickstart_mask_rcnn_slab_swin.py')
+except ValueError as error:
+    assert 'relative config path' in str(error)
+else:
+    raise AssertionError('mmengine finds configs without a folder: setup.py can copy them')
 cfg = Config.fromfile('mine.py')
 assert cfg.custom_hooks[0]._scope_ == 'slab_det'
 Runner.from_cfg(cfg).train_loop
@@ -49,7 +57,7 @@ def run(*command: object, folder: Path, **environment: str) -> subprocess.Comple
 
 
 def copy_sources(tree: Path) -> None:
-    for name in ('benchmarks', 'configs', 'slab_det', 'tools'):
+    for name in ('benchmarks', 'configs', 'examples', 'slab_det', 'tools'):
         shutil.copytree(ROOT / name, tree / name)
     for file in (ROOT / 'LICENSE', *ROOT.glob('*.*')):
         if file.is_file():
@@ -62,9 +70,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('wheel')
     tree = folder / 'tree'
     copy_sources(tree)
-    run('setup.py', '-q', 'sdist', '-d', folder, folder=tree)
+    # What `python -m build` does in its own environment.
+    run('-c', f'from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})', folder=tree)
     shutil.rmtree(tree)
     (source,) = folder.glob('slab_det-*.tar.gz')
+    with tarfile.open(source) as archive:
+        names = {name.partition('/')[2] for name in archive.getnames()}
+    assert {
+        'CHANGELOG.md',
+        'LICENSE',
+        'README.md',
+        'examples/serve_onnx.py',
+    } <= names and 'benchmarks/results' not in names
     run(*PIP, 'wheel', '--no-deps', '--no-build-isolation', '--no-index', '-w', folder, source, folder=folder)
     (wheel,) = folder.glob('slab_det-*.whl')
     run(*PIP, 'install', '--no-deps', '--no-index', '--target', folder / 'site', wheel, folder=folder)

@@ -4,8 +4,8 @@
     python -m benchmarks.absorb.run dsb2018 --data-root data/dsb2018 --iterations 2000
     python -m benchmarks.absorb.run hard --data-root data/hard --iterations 1600 --ways default 'channels 0.5'
 
-The teachers of `hard` are those of benchmarks/hard/train.py. Corrupted images need
-`pip install imagecorruptions "setuptools<80"`.
+The teachers of `hard` are those of benchmarks/hard/train.py. Corrupted images need imagecorruptions, which
+requirements/test.txt has.
 
 A row, one way with one seed, is measured once and added to benchmarks/results/absorb_DATASET.json; what is there is
 not measured again. Rows 'fewest norms' are of keep='auto', which 25195966 had last. Trainings are calls of

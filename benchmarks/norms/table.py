@@ -53,9 +53,9 @@ def spread(values: Sequence[float], form: str = '{:.1f}') -> str:
 
 
 def replace_table(page: Path, mark: str, table: str) -> None:
-    """Writes the table below the line ``<!-- mark -->`` of a page, in place of the rows that are there.
+    """Writes a table or a paragraph below the line ``<!-- mark -->`` of a page, in place of the lines that are there.
 
-    Words around it stay as they are: they are written by hand.
+    It ends at the next empty line. Words around it stay as they are: they are written by hand.
 
     Raises:
         ValueError: If the page has no such line.
@@ -63,7 +63,7 @@ def replace_table(page: Path, mark: str, table: str) -> None:
     line = f'<!-- {mark} -->\n'
     if line not in page.read_text():
         raise ValueError(f'{page} has no line {line.strip()}; write it where the table belongs')
-    text = re.sub(rf'(?<={re.escape(line)})(?:\|.*(?:\n|\Z))*', lambda _: f'{table}\n', page.read_text())
+    text = re.sub(rf'(?<={re.escape(line)})(?:.+(?:\n|\Z))*', lambda _: f'{table}\n', page.read_text())
     page.write_text(text)
 
 

@@ -1,4 +1,4 @@
-"""Draws the retained AP over milliseconds, and the objects that the original detector and the recommended form find."""
+"""Draws the retained AP over time, and the objects that the original detector and the recommended form find."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ NUM_DRAWN = 5
 CLASS_COLOURS = matplotlib.colormaps['tab10'].colors
 MARKERS = {'float32': 'o', 'bfloat16': 's', 'float16': 's', 'int8': 'D'}
 RUNTIME_COLOURS = dict(zip(('eager', 'torch', 'openvino', 'onnxruntime'), COLOURS, strict=True))
-# Width and height of the panel and of a number in it, in points.
-PANEL, NUMBER = (270, 160), (11, 9)
+# Width and height of the panel's inside and of a number in it, in points.
+PANEL, NUMBER = (470, 165), (11, 9)
+# Of the panel with its labels, and of a line of the legend, in inches.
+PANEL_HEIGHT, LINE_HEIGHT = 2.9, 0.17
 # Letters of a line of the legend.
-LABEL = 60
+LABEL = 46
 
 
 @styled
@@ -40,46 +42,64 @@ def loss_figure(content: Mapping) -> Figure:
 
     Horizontal lines are the quartiles of the time, vertical ones two standard errors of the share.
 
+    Times are ratios to the original detector in the same rounds, as optimize.json has them: milliseconds of forms that
+    were measured in different rounds cannot be compared. Forms that were compared on fewer detections are hollow.
+
     Args:
         content: What optimize.json holds.
     """
     entries = content['forms']
     base = next(entry for entry in entries if entry['key'] == 'eager')
-    figure = Figure(figsize=(WIDTH, max(2.8, 0.17 * len(entries) + 0.6)))
-    axes, legend = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    labels = [_label(number, entry, content['recommended']) for number, entry in enumerate(entries, 1)]
+    half = math.ceil(len(labels) / 2)
+    lines = max(sum(label.count('\n') + 1 for label in column) for column in (labels[:half], labels[half:]))
+    below = LINE_HEIGHT * (lines + 2)
+    figure = Figure(figsize=(WIDTH, PANEL_HEIGHT + below))
+    axes, legend = figure.subplots(2, 1, height_ratios=(PANEL_HEIGHT, below))
     least = 1 - content['max_loss'] / 100 / content['ap']
-    # Forms that lose much more stand at the lower edge: they would hide how the others differ.
+    # Forms that lose much more stand at the lower edge, because they would hide how the others differ; the legend has
+    # their share.
     low = 1 - 3 * max(1 - least, 0.02)
-    times = [[ratio * base['median_ms'] for ratio in (*entry['quartiles'], entry['ratio'])] for entry in entries]
     ranges = [[1 - loss / 100 / content['ap'] for loss in entry['loss_range'][::-1]] for entry in entries]
     high = max(1 - 0.15 * (low - 1), *(1.01 * end for _, end in ranges))
-    right = 1.06 * max(map(max, times))
-    axes.set(xlabel='ms for an image', ylabel='AP retained', xlim=(0, right), ylim=(low, high))
+    right = 1.06 * max(max(*entry['quartiles'], entry['ratio']) for entry in entries)
+    axes.set(ylabel='AP retained', xlim=(0, right), ylim=(low, high))
+    axes.set_xlabel(f'time for an image; the original detector, of {base["median_ms"]:.3g} ms: 1')
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    # The original detector is compared with nothing.
+    most = max((entry['detections'] for entry in entries if entry is not base), default=base['detections'])
     places, handles = [], []
-    for number, (entry, (start, end, time), errors) in enumerate(zip(entries, times, ranges, strict=True), 1):
+    for entry, label, errors in zip(entries, labels, ranges, strict=True):
+        time, (start, end) = entry['ratio'], entry['quartiles']
         colour, y = RUNTIME_COLOURS.get(entry['runtime'], INK), max(entry['retained_ap'], low + 0.02 * (high - low))
         is_below = entry['retained_ap'] < y
-        look = dict(color=colour, mfc='white' if entry['dropped_for'] else colour, ms=5)
+        look = dict(color=colour, mfc=colour if entry['detections'] >= most else 'white', ms=5)
         look['marker'] = 'v' if is_below else MARKERS.get(entry['precision'], 'P')
         axes.plot([start, end], [y, y], color=colour, lw=1)
         if not is_below:
             axes.plot([time, time], errors, color=colour, lw=1)
         axes.plot(time, y, ls='', zorder=3, **look)
-        if is_best := entry['key'] == content['recommended']:
+        if entry['key'] == content['recommended']:
             axes.plot(time, y, 'o', ms=12, mfc='none', color=INK, zorder=4)
         places.append((time, y))
-        what = ': recommended' if is_best else ': as fast' if entry['tie'] else ': dropped' * bool(entry['dropped_for'])
-        what += f', {entry["retained_ap"]:.0%} retained' * is_below
-        label = fill(f'{number}  {entry["title"]}{what}', LABEL, subsequent_indent='    ', break_on_hyphens=False)
+        label += f' ({entry["retained_ap"]:.0%} retained)' * is_below
         handles.append(Line2D([], [], ls='', label=label, **look))
     _number(axes, places)
     axes.axhline(least, color='0.5', lw=1, ls='--')
-    below = dict(xycoords=('axes fraction', 'data'), textcoords='offset points', ha='right', va='top', color='0.4')
-    axes.annotate(f'below: a loss of more than {content["max_loss"]:g} AP', (1, least), xytext=(-2, -2), **below)
+    beside = dict(xycoords=('axes fraction', 'data'), textcoords='offset points', ha='right', va='top', color='0.4')
+    axes.annotate(f'below: a loss of more than {content["max_loss"]:g} AP', (1, least), xytext=(-2, -2), **beside)
+    fewer = sorted({entry['detections'] for entry in entries if entry['detections'] < most})
+    title = f'AP retained on {most:,} detections' + f'; hollow: on {" or ".join(f"{n:,}" for n in fewer)}' * bool(fewer)
     legend.set_axis_off()
-    legend.legend(handles=handles, loc='center left', borderaxespad=0)
+    legend.legend(handles=handles, loc='center', ncols=2, borderaxespad=0, title=title)
     return figure
+
+
+def _label(number: int, entry: Mapping, recommended: str) -> str:
+    """The line of the legend for a form, or two lines."""
+    is_best = entry['key'] == recommended
+    what = ': recommended' if is_best else ': as fast' if entry['tie'] else ': dropped' * bool(entry['dropped_for'])
+    return fill(f'{number}  {entry["title"]}{what}', LABEL, subsequent_indent='    ', break_on_hyphens=False)
 
 
 def _number(axes: Axes, places: Sequence[tuple[float, float]]) -> None:

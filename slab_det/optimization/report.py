@@ -240,7 +240,7 @@ def _read_key(folder: Path) -> dict | None:
 def _readme(report: OptimizationReport, has_pictures: bool) -> str:
     notes = '\n'.join(f'- {note}' for note in report.notes())
     pictures = f"""
-![AP retained over milliseconds]({FIGURE})
+![AP retained over the time of each form]({FIGURE})
 
 ![Objects of score {SCORE:g} and more that both detectors find]({GRID})
 """

@@ -1,20 +1,32 @@
-"""The picture of docs/latency.md is that of the stored results."""
+"""The pictures of the pages are those of the stored results."""
 
 import re
 
 import pytest
 
-from benchmarks import runtimes
+from benchmarks import optimize, pages
 from benchmarks.results import FOLDER, ROOT, Results
 
 
 def test_the_picture_of_the_page_shows_the_stored_results(tmp_path):
-    rows = Results(FOLDER / 'runtimes.json').select(size='800x1216', scope='detector')
-    runtimes.draw(rows, tmp_path / 'latency.svg')
+    pages.draw(tmp_path)
     drawn, shown = ((folder / 'latency.svg').read_text() for folder in (tmp_path, ROOT / 'docs'))
-    assert find_texts(drawn) == find_texts(shown), 'draw docs/latency.svg again'
+    assert find_texts(drawn) == find_texts(shown), 'python -m benchmarks.pages draws docs/latency.svg again'
     # Points that versions of matplotlib may move a little.
     assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)]
+
+
+def test_the_picture_of_optimize_names_every_stored_form(tmp_path):
+    results = Results(FOLDER / 'optimize_bccd.json')
+    new = dict(retained_ap=0.98, loss_range=(0.5, 1.5), tie=False)
+    results.rows = [row | new | dict(retained_ap=1 - i / 20) for i, row in enumerate(results.rows)]
+    optimize.draw(results, tmp_path / 'optimize.svg')
+    shown = ' '.join(' '.join(find_texts((tmp_path / 'optimize.svg').read_text())).split())
+    for row in results.rows:
+        assert row['name'] in shown, row['name']
+    assert ': recommended' in shown and ': dropped' in shown and '(40% retained)' in shown
+    few, many = sorted({row['detections'] for row in results.rows})
+    assert f'on {many:,} detections; hollow: on {few}' in shown
 
 
 def find_texts(picture):

@@ -295,7 +295,7 @@ def test_times_on_other_cpus_are_the_stored_results():
 
 def test_first_table_of_the_readme_is_the_stored_results():
     readme, shown = (ROOT / 'README.md').read_text(), processors_table()
-    assert shown in readme, f'python -m benchmarks.runtimes --processors prints the table:\n{shown}'
+    assert shown in readme, f'python -m benchmarks.pages writes the table:\n{shown}'
     assert readme.index(shown) < readme.index('## '), 'before any heading'
     # Of the machines with rows of it: an oracle that reads the files by itself.
     eager, fast = (

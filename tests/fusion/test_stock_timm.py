@@ -24,11 +24,11 @@ MODELS = {
     ),
     'DeiT': (VisionTransformerDistilled, VIT, 32, ['norm']),
     'Swin': (SwinTransformer, dict(SWIN, img_size=56), 56, ['norm']),
-    # Maps of sides 15 and 8, padded to windows of 7.
+    # Maps of sides 16 and 8, padded to windows of 7.
     'padded Swin': (
         SwinTransformer,
-        dict(SWIN, img_size=60),
-        60,
+        dict(SWIN, img_size=64),
+        64,
         [*(f'layers.{i}.blocks.{j}.norm1' for i in (0, 1) for j in (0, 1)), 'norm'],
     ),
     'Swin of any size': (
