@@ -18,7 +18,7 @@ from textwrap import fill
 from typing import NamedTuple
 
 from benchmarks import cpu_forms, gpu, int8, quickstart, runtimes
-from benchmarks.absorb import grid, size
+from benchmarks.absorb import grid, ruler, size
 from benchmarks.absorb.table import absorption_table, students_table
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
 from benchmarks.results import FOLDER, ROOT, Results
@@ -265,6 +265,8 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (BENCHMARKS, 'training'): Block(['training_cost_cpu'], training_table),
     (BENCHMARKS, 'grid'): Block(['grid_hard'], lambda: grid.table(load('grid_hard').rows)),
     (BENCHMARKS, 'absorbed'): Block([*ABSORBED.values()], lambda: absorption_table(absorbed_rows())),
+    (BENCHMARKS, 'ruler'): Block(['ruler'], lambda: ruler.summary_table(load('ruler').rows)),
+    (BENCHMARKS, 'students'): Block(['ruler'], lambda: ruler.students_table(load('ruler').rows)),
     (BENCHMARKS, 'channels'): Block(['absorb_bccd_600'], partial(channels_ap_table, 'box AP')),
     (BENCHMARKS, 'ablation'): Block(['absorb_ablation_bccd', 'absorb_ablation_dsb2018'], ablation_table),
     (BENCHMARKS, 'size'): Block(['absorb_size'], lambda: size.table(load('absorb_size'))),
@@ -576,15 +578,16 @@ def write(root: Path) -> None:
             write_numbers(root / page, sentence)
 
 
-def draw(folder: Path) -> None:
-    """Draws the pictures of docs/ into a folder."""
-    runtimes.draw(load('runtimes').select(size='800x1216', scope='detector'), folder / 'latency.svg')
+def draw(root: Path) -> None:
+    """Draws the pictures of the pages below a folder."""
+    runtimes.draw(load('runtimes').select(size='800x1216', scope='detector'), root / 'docs/latency.svg')
+    ruler.draw(load('ruler').rows, root / 'benchmarks/ruler.svg')
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     write(ROOT)
-    draw(ROOT / 'docs')
+    draw(ROOT)
 
 
 if __name__ == '__main__':

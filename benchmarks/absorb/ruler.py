@@ -4,7 +4,8 @@
 
 The students have all norms and fewer channels, in one family of layers alone or everywhere; or no norms; or are the
 teacher in bfloat16. The images are those of the validation set. Rows are added to benchmarks/results/ruler.json; a row
-that is there is not measured again. The tables and the picture of benchmarks/README.md are written from all rows.
+that is there is not measured again. `python -m benchmarks.pages` writes the tables and the picture of
+benchmarks/README.md.
 
 `retained` is the ruler with the teacher's detections in the mirrored images as the truth; `found_again`, beside it,
 takes its detections in the images themselves, and so counts all that the student finds differently.
@@ -25,8 +26,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 from torch import nn
 
-from benchmarks.norms.table import replace_table
-from benchmarks.results import FOLDER, ROOT, Results
+from benchmarks.results import FOLDER, Results
 from slab_det import runtime
 from slab_det.absorption.images import read_images
 from slab_det.absorption.plan import make_plan
@@ -56,8 +56,7 @@ FAMILIES = {
 # Shares of the channels that stay in one family, and of the multiply-adds that stay everywhere.
 SHARES = (0.5, 0.25)
 EVERYWHERE = (0.7, 0.5, 0.33, 0.25)
-RESULTS, FIGURE = FOLDER / 'ruler.json', ROOT / 'benchmarks' / 'ruler.svg'
-PAGE = ROOT / 'benchmarks' / 'README.md'
+RESULTS = FOLDER / 'ruler.json'
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -198,9 +197,6 @@ def main() -> None:
     torch.set_num_threads(1)
     measure(args)
     rows = Results(RESULTS).rows
-    for table in (summary_table, students_table):
-        replace_table(PAGE, table.__name__, table(rows))
-    draw(rows, FIGURE)
     print(f'{summary_table(rows)}\n\n{students_table(rows)}')
 
 

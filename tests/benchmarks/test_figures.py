@@ -8,12 +8,15 @@ from benchmarks import optimize, pages
 from benchmarks.results import FOLDER, ROOT, Results
 
 
-def test_the_picture_of_the_page_shows_the_stored_results(tmp_path):
+def test_the_pictures_of_the_pages_show_the_stored_results(tmp_path):
     pages.draw(tmp_path)
-    drawn, shown = ((folder / 'latency.svg').read_text() for folder in (tmp_path, ROOT / 'docs'))
-    assert find_texts(drawn) == find_texts(shown), 'python -m benchmarks.pages draws docs/latency.svg again'
-    # Points that versions of matplotlib may move a little.
-    assert find_places(drawn) == [pytest.approx(place, abs=2) for place in find_places(shown)]
+    drawn = {path.relative_to(tmp_path) for path in tmp_path.rglob('*.svg')}
+    assert {path.name for path in drawn} == {'latency.svg', 'ruler.svg'}
+    for name in drawn:
+        new, shown = ((folder / name).read_text() for folder in (tmp_path, ROOT))
+        assert find_texts(new) == find_texts(shown), f'python -m benchmarks.pages draws {name} again'
+        # Points that versions of matplotlib may move a little.
+        assert find_places(new) == [pytest.approx(place, abs=2) for place in find_places(shown)]
 
 
 def test_the_picture_of_optimize_names_every_stored_form(tmp_path):

@@ -51,6 +51,7 @@ from slab_det.inference.folder import FILE
 from slab_det.machine import MACHINE
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 from slab_det.runtime.pipeline import ImagePipeline, inference_steps
+from slab_det.runtime.record import write_record
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
 EXAMPLES = CONFIGS.parent / 'examples'
