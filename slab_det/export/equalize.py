@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slab_det.export.extras import import_extra, limit_threads
+from slab_det.export.extras import import_extra, in_file_order, limit_threads
 
 # A scale of a channel is (range of the channel)^POWER / (its largest weight)^(1 - POWER).
 POWERS = (0.25, 0.5, 0.75, 1.0)
@@ -115,8 +115,10 @@ def _measure(
         probed.graph.initializer.append(onnx.numpy_helper.from_array(np.array(axes, np.int64), f'{output}/axes'))
         return make(kind, [source, f'{output}/axes'], [output], keepdims=0)
 
-    # The graph reduces each value itself: whole values of all layers would take gigabytes.
+    # The graph reduces each value itself, behind its layer: whole values of all layers would take gigabytes.
+    probes: dict[str, list[Any]] = {}
     for layer in layers:
+        behind = probes[layer.node.name] = []
         source, output, name = layer.node.input[0], layer.node.output[0], f'{layer.node.name}/probe'
         axes = [axis for axis in range(layer.rank) if axis != 1] or [0]
         if not layer.rank:
@@ -124,9 +126,9 @@ def _measure(
             shape = f'{name}/shape'
             channels = np.array([-1, len(layer.weight)], np.int64)
             probed.graph.initializer.append(onnx.numpy_helper.from_array(channels, shape))
-            probed.graph.node.append(make('Reshape', [source, shape], [f'{name}/tokens']))
+            behind.append(make('Reshape', [source, shape], [f'{name}/tokens']))
             source = f'{name}/tokens'
-        probed.graph.node.extend(
+        behind.extend(
             [
                 reduce('ReduceMin', source, f'{name}/low', axes),
                 reduce('ReduceMax', source, f'{name}/high', axes),
@@ -139,8 +141,13 @@ def _measure(
         )
         for part in PARTS:
             probed.graph.output.append(onnx.helper.make_empty_tensor_value_info(f'{name}/{part}'))
+    nodes = [each for node in model.graph.node for each in (node, *probes.get(node.name, ()))]
+    del probed.graph.node[:]
+    probed.graph.node.extend(nodes)
     onnxruntime = import_extra('onnxruntime')
-    options = onnxruntime.SessionOptions()
+    with in_file_order():
+        options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = limit_threads(0)
     session = onnxruntime.InferenceSession(probed.SerializeToString(), options, providers=['CPUExecutionProvider'])
     names = [f'{layer.node.name}/probe/{part}' for layer in layers for part in PARTS]

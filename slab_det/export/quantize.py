@@ -13,7 +13,7 @@ import numpy as np
 from mmengine.logging import MMLogger
 
 from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
-from slab_det.export.extras import import_extra
+from slab_det.export.extras import import_extra, in_file_order
 from slab_det.export.int8_sums import cuts_off_int8_sums
 from slab_det.export.loaded_file import METADATA_KEY
 from slab_det.families import EXPORTED
@@ -80,19 +80,20 @@ def quantize_onnx(
         onnx.save(model, prepared)
         if nodes:
             reader = Reader(chain(first, images))
-            quantization.quantize_static(
-                prepared,
-                name,
-                reader,
-                quant_format=quantization.QuantFormat.QDQ,
-                per_channel=True,
-                reduce_range=reduce_range,
-                activation_type=quantization.QuantType.QUInt8,
-                weight_type=quantization.QuantType.QInt8,
-                nodes_to_quantize=nodes,
-                # With quantized outputs, the GELU that follows would run as four kernels instead of one.
-                extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
-            )
+            with in_file_order():
+                quantization.quantize_static(
+                    prepared,
+                    name,
+                    reader,
+                    quant_format=quantization.QuantFormat.QDQ,
+                    per_channel=True,
+                    reduce_range=reduce_range,
+                    activation_type=quantization.QuantType.QUInt8,
+                    weight_type=quantization.QuantType.QInt8,
+                    nodes_to_quantize=nodes,
+                    # With quantized outputs, the GELU that follows would run as four kernels instead of one.
+                    extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
+                )
         else:
             # Without names, ONNX Runtime would quantize every layer.
             onnx.save(model, name)
