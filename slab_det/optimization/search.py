@@ -199,8 +199,12 @@ class _Search:
         self._try_variant(self._choose_engines()[:1], (names[middle],))
         self.measure([form for form in originals if form.effort == 2], FIRST_ROUNDS, 'The original detector in int8')
         self._try_variants(names, middle)
-        left = [form for form in self.forms.values() if self._is_left(form)]
-        self.measure(left, max(ROUNDS, len(turns.order)), 'The forms that are left')
+        rounds = max(ROUNDS, len(turns.order))
+        # A form that was dropped for another one comes back where further rounds do not bear that out.
+        while left := [form for form in self.forms.values() if self._needs_rounds(form, rounds)]:
+            self.measure(left, rounds, 'The forms that are left')
+            if turns.is_late():
+                break
         if eval:
             while (chosen := choose(self.measured(), self.max_loss)[0]) not in self.evaluation.found:
                 self.evaluation.measure(self.forms[chosen])
@@ -248,6 +252,10 @@ class _Search:
         """Whether a form may still be chosen."""
         measured = self.measured()
         return form == BASE or (form.key in measured and measured[form.key].loss_range[0] <= self.max_loss)
+
+    def _needs_rounds(self, form: Form, rounds: int) -> bool:
+        """Whether a form may still be chosen, and has fewer rounds."""
+        return self._is_left(form) and self.records.count(form.key) < rounds
 
     def _check_finds(self) -> None:
         """Puts the first held-out image first in which the detector finds something, mirrored too.

@@ -185,6 +185,19 @@ def two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
 
 
+def test_a_form_that_comes_back_gets_the_rounds_of_the_others(
+    files: Path, tmp_path: Path, two_forms: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drop_at_first(measured: dict[str, choice.Measured], base: str) -> dict[str, str]:
+        return {'deployed': base} if 'deployed' in measured and measured[base].rounds < module.ROUNDS else {}
+
+    # More than the original detector has when the deployed one was measured first.
+    monkeypatch.setattr(module, 'ROUNDS', 6)
+    monkeypatch.setattr(module, 'find_dropped', drop_at_first)
+    report = run(files, tmp_path / 'out')
+    assert [entry['rounds'] >= module.ROUNDS for entry in report.content['forms']] == [True, True]
+
+
 def test_an_interrupted_call_leaves_a_folder_and_goes_on(
     files: Path, tmp_path: Path, two_forms: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
