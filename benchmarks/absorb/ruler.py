@@ -180,7 +180,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             errors = [2 * row['error'] for row in shown] if name == 'retained' else None
             axes.errorbar(x, y, errors, ls='', marker=marker, ms=4, color=colour, lw=0.7, label=teacher)
     panels[0].set_ylabel('estimated share, without labels')
-    panels[1].legend(loc='lower right', title='teacher; lines: two standard errors')
+    panels[0].legend(loc='lower right', title='teacher; lines: two standard errors')
     save_figure(figure, path)
 
 
