@@ -61,7 +61,8 @@ def loss_figure(content: Mapping) -> Figure:
     # their share.
     low = 1 - 3 * max(1 - least, 0.02)
     ranges = [[1 - loss / 100 / content['ap'] for loss in entry['loss_range'][::-1]] for entry in entries]
-    high = max(1 - 0.15 * (low - 1), *(1.01 * end for _, end in ranges))
+    # Standard errors of few detections may leave the panel, on both sides.
+    high = max(1 - 0.15 * (low - 1), *(1.01 * entry['retained_ap'] for entry in entries))
     right = 1.06 * max(max(*entry['quartiles'], entry['ratio']) for entry in entries)
     axes.set(ylabel='AP retained', xlim=(0, right), ylim=(low, high))
     axes.set_xlabel(f'time for an image; the original detector, of {base["median_ms"]:.3g} ms: 1')
