@@ -25,8 +25,8 @@ from benchmarks.results import FOLDER, Results
 from benchmarks.runtimes import ROWS, STEPS, Call, build, measure
 from slab_det.inference import ServedDetector
 from slab_det.export import random_images
-from slab_det.runtime.record import format_table
-from slab_det.runtime.memory import keep_freed_memory, keeps_freed_memory
+from slab_det.common.record import format_table
+from slab_det.common.memory import keep_freed_memory, keeps_freed_memory
 
 # A module, and its name that is replaced so that a form is not used. A function that changes one layer returns None to
 # leave it.

@@ -33,7 +33,7 @@ from slab_det.inference.gpu.static import StaticDetector, measure_frame
 from slab_det.families import Frame
 from slab_det.measure.latency import measure_latency
 from slab_det.measure.timer import time_call, time_in_turns
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 
 TESTS = 'tests/test_cuda.py', 'tests/inference/test_kernels.py'
 SIZE, PADDED = (800, 1333), (800, 1344)

@@ -20,7 +20,7 @@ from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.cli.config import read_config
 from slab_det.preflight import set_data_root
 from slab_det.export import quantize_onnx
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 from slab_det.measure.report_file import read_report
 from slab_det.recalibration.images import recalibration_dataloader
 

@@ -22,7 +22,7 @@ from benchmarks.absorb import grid, ruler, size
 from benchmarks.absorb.table import absorption_table, students_table
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
 from benchmarks.results import FOLDER, ROOT, Results
-from slab_det.runtime.record import NOT_RECORDED, format_table
+from slab_det.common.record import NOT_RECORDED, format_table
 
 README, BENCHMARKS = Path('README.md'), Path('benchmarks/README.md')
 LATENCY, ABSORB, NORMS, DEPLOY, TRAIN = (

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.results import FOLDER, Results
 from slab_det.cli.quickstart import MODELS
+from slab_det.common.record import format_table
 from slab_det.measure.report_file import read_report
-from slab_det.runtime.record import format_table
 
 
 def table(results: Results) -> str:

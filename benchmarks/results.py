@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from slab_det.runtime.record import describe_commit, describe_environment, to_plain
-from slab_det.runtime.run_folder import locked, whole_file
+from slab_det.common.files import locked, whole_file
+from slab_det.common.record import describe_commit, describe_environment, to_plain
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / 'benchmarks' / 'results'

@@ -34,11 +34,11 @@ from slab_det.export import (
 from slab_det.fusion.channels import find_channels, resize_channels
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 from slab_det.measure.timer import PAUSE_SECONDS, time_in_turns
 from slab_det.measure.untrained import prepare_untrained
-from slab_det.runtime.memory import keep_freed_memory
-from slab_det.runtime.pipeline import ImagePipeline
+from slab_det.common.memory import keep_freed_memory
+from slab_det.common.pipeline import ImagePipeline
 
 CALIBRATION_SIZE = (320, 416)
 # The test pipeline without resizing.

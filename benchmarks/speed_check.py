@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
+from slab_det.common.record import format_table
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency
-from slab_det.runtime.record import format_table
 
 STOCK = {'type': 'SwinTransformer'}
 

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.checkpoints import build_detector
 from slab_det.measure.timer import compare_times, time_in_turns
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 from slab_det.norms import set_gamma
 
 BACKBONES = {

@@ -8,7 +8,7 @@ from torch import nn
 
 from slab_det.checkpoints import build_detector
 from slab_det.cli.config import read_config
-from slab_det.fusion.fuse import fuse
+from slab_det.fusion.folding import fuse
 from slab_det.measure.untrained import prepare_untrained
 
 

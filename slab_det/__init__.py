@@ -16,10 +16,10 @@ __version__ = '0.1.0'
 
 # Public function: the module that defines it.
 _FUNCTIONS = {
-    'absorb': 'absorption.absorb',
+    'absorb': 'absorption.absorption',
     'convert_norms': 'conversion',
     'deploy': 'inference.deployment',
-    'fuse': 'fusion.fuse',
+    'fuse': 'fusion.folding',
     'load_detector': 'inference',
     'load_pretrained': 'checkpoints',
     'measure_latency': 'measure.latency',

@@ -121,7 +121,7 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
     """
     import torch
 
-    from slab_det.runtime.errors import SlabDetError
+    from slab_det.common.errors import SlabDetError
 
     try:
         device = torch.device(name or MACHINE.device)

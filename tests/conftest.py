@@ -38,8 +38,8 @@ from torch import nn
 from yapf.yapflib import yapf_api
 
 from slab_det.machine import MACHINE
-from slab_det.runtime import memory
-from slab_det.runtime.errors import SlabDetError, describe_error
+from slab_det.common import memory
+from slab_det.common.errors import SlabDetError, describe_error
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(

@@ -33,6 +33,7 @@ LAYERS = (
     ('checkpoints', 'data', 'compare'),
     ('norms', 'attention'),
     ('runtime',),
+    ('common',),
 )
 HEIGHTS = {package: -depth for depth, layer in enumerate(LAYERS) for package in layer}
 EXAMPLES = dict(

@@ -11,12 +11,12 @@ from conftest import PRETENDED, pretend_machine
 from torch import nn
 
 from slab_det import machine
+from slab_det.common.errors import SlabDetError
+from slab_det.common.numbers import check_threads
 from slab_det.compare import kernels
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.inference.forms import Form, list_forms
 from slab_det.machine import Machine, find_device
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.numbers import check_threads
 
 ON_CPU = {
     *('eager', 'deployed', 'deployed-bfloat16', 'onnxruntime', 'onnxruntime-int8'),

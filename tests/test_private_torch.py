@@ -17,16 +17,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slab_det
+from slab_det.common.errors import DeploymentError
 from slab_det.compare.rounding import RoundedArithmetic
 from slab_det.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.families.layers import linear_relu
-from slab_det.fusion.fuse import LIVE_NORMS
+from slab_det.fusion.folding import LIVE_NORMS
 from slab_det.inference.gpu import graph
 from slab_det.machine import Machine
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.norms import RepBN, TokenBN
 from slab_det.norms.base import is_recomputing
-from slab_det.runtime.errors import DeploymentError
 from slab_det.runtime.ops import roi_align_backward
 
 SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))

@@ -160,7 +160,7 @@ def test_python_of_a_page_runs(
     block: str, readers_folder: Path, small_detector: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its students take most of the time; tests/absorption tests the search.
-    monkeypatch.setattr('slab_det.absorption.absorb.find_least_share', lambda *_: 0.9)
+    monkeypatch.setattr('slab_det.absorption.absorption.find_least_share', lambda *_: 0.9)
     model = small_detector(norm_cfg=dict(type='PRepBN'))
     model.cfg = Config.fromfile('config.py')  # as init_detector leaves it
     given = dict(torch=torch, slab_det=slab_det, model=model)

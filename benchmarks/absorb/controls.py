@@ -76,5 +76,5 @@ class BlockSurvey(Survey):
 
 def with_thin_blocks(teacher: nn.Module, images: Iterable, share: float) -> nn.Module:
     """Only this share of the blocks' multiply-adds is left, or the least possible; neck, heads and norms stay."""
-    with mock.patch.object(import_module('slab_det.absorption.absorb'), 'Survey', BlockSurvey):
+    with mock.patch.object(import_module('slab_det.absorption.absorption'), 'Survey', BlockSurvey):
         return slab_det.absorb(teacher, images, share, progress=False)

@@ -46,10 +46,10 @@ from slab_det.checkpoints import build_detector
 from slab_det.preflight import set_data_root
 from slab_det.fusion.channels import ChannelUnit, find_channels, keep_channels
 from slab_det.measure.evaluate import evaluate
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.runtime.batches import one_pass, prepare_inputs
-from slab_det.runtime.copying import copy_module
+from slab_det.common.batches import one_pass, prepare_inputs
+from slab_det.common.copying import copy_module
 
 SELECTORS = ('magnitude', 'Wanda-SP', 'FLAP', 'CORP', 'ours', 'random 0', 'random 1', 'random 2')
 FITS = ('none', 'mean', 'CORP', 'ours')

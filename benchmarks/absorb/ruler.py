@@ -38,11 +38,11 @@ from slab_det.compare.detections import detect
 from slab_det.compare.ruler import retained_ap
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import COLOURS, WIDTH, save_figure, styled
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.modes import set_mode
+from slab_det.common.copying import copy_module
+from slab_det.common.modes import set_mode
 
 # What the name of a group of channels begins with, by family.
 FAMILIES = {

@@ -23,7 +23,7 @@ from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
 from slab_det.absorption import walk
 from slab_det.compare.detections import detect
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 
 CONFIGS = {'Swin-T': 'mask_rcnn_swin_t', 'Swin-S': 'mask_rcnn_swin_s', 'PVT-S': 'mask_rcnn_pvt_s'}
 MIB = 2**20

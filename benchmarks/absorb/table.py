@@ -3,7 +3,7 @@
 from statistics import mean
 
 from benchmarks.norms.table import by_seed, spread, t_interval
-from slab_det.runtime.record import format_table
+from slab_det.common.record import format_table
 
 # Way of benchmarks/absorb/run.py: label in the table.
 LABELS = {

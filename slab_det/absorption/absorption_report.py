@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slab_det.common.record import Record
 from slab_det.compare.ruler import RetainedAP, describe_loss
-from slab_det.runtime.record import Record
 
 # The reason given for norms that could be absorbed.
 KEPT_BY_CHOICE = 'kept by choice'

@@ -15,10 +15,10 @@ import slab_det
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import to_bytes
 from slab_det.absorption.plan import AbsorptionPlan
+from slab_det.common.record import describe_environment
 from slab_det.fusion.channels import resize_channels
-from slab_det.fusion.fuse import apply_fold
+from slab_det.fusion.folding import apply_fold
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.record import describe_environment
 from slab_det.runtime.run_folder import AtomicLocalBackend
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from slab_det.absorption.walk import TensorStore
 from slab_det.attention.base import MapAttention, ShiftedWindowAttention
+from slab_det.common.batches import one_pass, prepare_inputs
+from slab_det.common.errors import ConversionError
 from slab_det.families import find_absorbed
 from slab_det.families.regions import Regions
-from slab_det.runtime.batches import one_pass, prepare_inputs
-from slab_det.runtime.errors import ConversionError
 
 # Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.
 HELD_OUT = 5

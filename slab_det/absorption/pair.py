@@ -11,9 +11,9 @@ from slab_det.absorption.images import Images
 from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.regression import Split
 from slab_det.absorption.walk import Probe, Walk
+from slab_det.common.memory import release_memory
 from slab_det.fusion.channels import ChannelUnit, find_channels
 from slab_det.fusion.fusion_report import NormFusion
-from slab_det.runtime.memory import release_memory
 
 
 class Pair:

@@ -15,14 +15,14 @@ from slab_det.absorption.images import Images
 from slab_det.absorption.steps import HeadStep, MapReaderStep, MapStep, NormStep, RankStep, Step, WriterStep
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
+from slab_det.common.copying import copy_module
+from slab_det.common.errors import ConversionError
 from slab_det.families import find_absorbed
 from slab_det.fusion.channels import ChannelUnit, find_channels
-from slab_det.fusion.fuse import apply_fold, check_fusible, containers_of, join_names, plan_folds, reason_to_keep
+from slab_det.fusion.folding import apply_fold, check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.fusion_report import NormFusion
 from slab_det.norms import named_norms
 from slab_det.norms.folds import Write, find_hooks, find_rule
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import ConversionError
 
 # Runs a model on the image tensor of a batch and the index of the batch, up to the last block.
 Forward = Callable[[Tensor, int], object]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.moments import Affine, CrossMoments
-from slab_det.runtime.errors import ConversionError
+from slab_det.common.errors import ConversionError
 
 # Ridge penalties, in standardised coordinates. A smaller ridge fits the given images better, but with weights in the
 # hundreds that cancel. On some other images, and in bfloat16, the weights do not cancel and the outputs explode.

@@ -25,7 +25,7 @@ from slab_det.absorption.tokens import (
 )
 from slab_det.absorption.walk import Probe
 from slab_det.fusion.channels import output_parameters
-from slab_det.fusion.fuse import apply_fold, fold_affine
+from slab_det.fusion.folding import apply_fold, fold_affine
 
 # Most inputs of a layer that is fitted again because maps lost channels: the sums of more would take gigabytes.
 MAX_COLUMNS = 8192

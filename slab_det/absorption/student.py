@@ -12,9 +12,9 @@ from slab_det.absorption.block_cache import BlockCache
 from slab_det.absorption.pair import Pair
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.walk import Walk
-from slab_det.fusion.fuse import past_report
+from slab_det.common.progress import Progress
+from slab_det.fusion.folding import past_report
 from slab_det.fusion.fusion_report import FusionReport
-from slab_det.runtime.progress import Progress
 
 
 def make_student(plan: AbsorptionPlan, counts: Mapping[str, int], work_dir: Path, progress: bool = True) -> nn.Module:

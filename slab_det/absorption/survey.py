@@ -23,10 +23,10 @@ from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.steps import HeadStep, MapStep, RankStep, WriterStep
 from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
 from slab_det.absorption.walk import Probe, register_probe
+from slab_det.common.errors import ConversionError
+from slab_det.common.tensors import tensors_in
 from slab_det.fusion.channels import ChannelUnit, find_channels, input_weight, output_parameters
 from slab_det.measure.cost import count_multiply_adds
-from slab_det.runtime.errors import ConversionError
-from slab_det.runtime.tensors import tensors_in
 
 # Most batches on which losses are estimated.
 SURVEY = 64

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slab_det.runtime.errors import ConversionError
-from slab_det.runtime.memory import available_memory
-from slab_det.runtime.tensors import map_tensors, tensors_in
+from slab_det.common.errors import ConversionError
+from slab_det.common.memory import available_memory
+from slab_det.common.tensors import map_tensors, tensors_in
 
 # Bytes of CPU memory for stored tensors where the system does not tell how much is free.
 MEMORY = 2**30

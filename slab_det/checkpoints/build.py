@@ -10,9 +10,9 @@ from torch import nn
 
 from slab_det.checkpoints.load import check_detector_checkpoint, load_pretrained
 from slab_det.checkpoints.load_report import LoadReport
+from slab_det.common.config import detector_config, walk_datasets
+from slab_det.common.errors import config_errors
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.config import detector_config, walk_datasets
-from slab_det.runtime.errors import config_errors
 from slab_det.runtime.registries import enter_scope
 
 

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slab_det.runtime.errors import CheckpointError, name_some
+from slab_det.common.errors import CheckpointError, name_some
 
 
 class Weight(NamedTuple):

@@ -13,8 +13,8 @@ from slab_det.checkpoints.layouts import Weight, Weights, find_layout, nothing_m
 from slab_det.checkpoints.load_report import LoadReport
 from slab_det.checkpoints.norms import check_fused, fit_norms
 from slab_det.checkpoints.position_tables import resize_tables
+from slab_det.common.errors import CheckpointError, name_some
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.errors import CheckpointError, name_some
 
 # Patterns of keys that may be missing or unused, and why.
 EXPECTED_MISSING = {

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slab_det.runtime.errors import CheckpointError, name_some
-from slab_det.runtime.record import Record
+from slab_det.common.errors import CheckpointError, name_some
+from slab_det.common.record import Record
 
 
 @dataclass

@@ -22,8 +22,8 @@ from torch import nn
 
 from slab_det.checkpoints.layouts import Weight, Weights
 from slab_det.checkpoints.load_report import LoadReport
+from slab_det.common.errors import CheckpointError, name_some
 from slab_det.norms import OfflineNorm, PRepBN, QuadraticNorm, RepBN, TokenBN, named_norms
-from slab_det.runtime.errors import CheckpointError, name_some
 
 _AFFINE = {'weight', 'bias'}
 _BATCH_NORM = _AFFINE | {'running_mean', 'running_var'}

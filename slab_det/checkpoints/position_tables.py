@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slab_det.checkpoints.layouts import Weights
-from slab_det.runtime.errors import CheckpointError
+from slab_det.common.errors import CheckpointError
 
 
 def resize_tables(weights: Weights, model: nn.Module) -> Weights:

@@ -65,7 +65,7 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
 
                 slab_det.register()
                 slab_det.runtime.install()
-                from slab_det.runtime.errors import SlabDetError, describe_error
+                from slab_det.common.errors import SlabDetError, describe_error
 
                 try:
                     with _leave_on_termination(), _close_process_group():

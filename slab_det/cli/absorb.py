@@ -54,13 +54,13 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, image_loader, read_config
+    from slab_det.common.files import check_writable
+    from slab_det.common.record import describe_environment, write_record
     from slab_det.conversion import ConversionError, write_tune_config
     from slab_det.fusion import save_fused
     from slab_det.machine import MACHINE
     from slab_det.measure.evaluate import evaluate
     from slab_det.preflight import check_class_order, check_data, classes_of_meta
-    from slab_det.runtime.record import describe_environment, write_record
-    from slab_det.runtime.run_folder import check_writable
 
     # Absorption may take hours, so later steps are checked first.
     check_out(args.out, args.checkpoint, args.config)
@@ -118,8 +118,8 @@ def _read_share(word: str) -> float | str:
 
 
 def _format_rows(rows: dict[str, dict]) -> str:
+    from slab_det.common.record import format_table
     from slab_det.measure.report_file import AP_KINDS, format_ap
-    from slab_det.runtime.record import format_table
 
     lines = []
     for name, row in rows.items():

@@ -8,11 +8,11 @@ from mmengine.config import Config
 from mmengine.hub import get_config
 from torch.utils.data import DataLoader
 
+from slab_det.common.config import to_values
+from slab_det.common.errors import CheckpointError, ConfigError, config_errors
+from slab_det.common.files import check_writable
 from slab_det.preflight import check_data, set_data_root
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
-from slab_det.runtime.config import to_values
-from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
-from slab_det.runtime.run_folder import check_writable
 
 # What a config of mmdet 2 says, which mmdet 3 does not read, and what says it now.
 SUCCESSORS = dict(

@@ -42,14 +42,14 @@ def main(args: argparse.Namespace) -> None:
 
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import image_loader, read_config
+    from slab_det.common.errors import SlabDetError
+    from slab_det.common.files import check_writable, whole_file
+    from slab_det.common.numbers import check_size
     from slab_det.compare.features import input_channels
     from slab_det.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
     from slab_det.export.onnx_file import OPSETS
     from slab_det.export.parity import SIZES
     from slab_det.fusion import check_statistics
-    from slab_det.runtime.errors import SlabDetError
-    from slab_det.runtime.numbers import check_size
-    from slab_det.runtime.run_folder import check_writable, whole_file
 
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')

@@ -27,12 +27,12 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import build_detector, is_fused
     from slab_det.cli.config import check_report, read_config
+    from slab_det.common.errors import SlabDetError
+    from slab_det.common.memory import keep_freed_memory
     from slab_det.machine import find_device
     from slab_det.measure.latency import check_conditions, latency_table
     from slab_det.measure.report_file import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
-    from slab_det.runtime.errors import SlabDetError
-    from slab_det.runtime.memory import keep_freed_memory
 
     checkpoints = [None if name == 'none' else name for name in args.checkpoint or ['none'] * len(args.configs)]
     if len(checkpoints) != len(args.configs):

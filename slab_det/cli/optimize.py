@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
     """Optimizes ``args.checkpoint`` into ``args.out``, and prints the table."""
     import slab_det
     from slab_det.cli.config import read_config
-    from slab_det.runtime.memory import keep_freed_memory
+    from slab_det.common.memory import keep_freed_memory
 
     keep_freed_memory()
     cfg = read_config(args.config, args.cfg_options, args.data_root)

@@ -16,10 +16,10 @@ from torch import nn
 import slab_det
 from slab_det.checkpoints import build_detector, is_fused
 from slab_det.cli.config import read_config
+from slab_det.common.record import format_ratio, format_table
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
 from slab_det.measure.report_file import ReportEntry, describe_dataset, describe_model, format_ap, latency_scope
-from slab_det.runtime.record import format_ratio, format_table
 
 # (height, width) for latency: twice the size of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)

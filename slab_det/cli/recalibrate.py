@@ -30,9 +30,9 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, image_loader, read_config
+    from slab_det.common.files import check_writable
+    from slab_det.common.record import describe_environment, write_record
     from slab_det.machine import MACHINE
-    from slab_det.runtime.record import describe_environment, write_record
-    from slab_det.runtime.run_folder import check_writable
 
     check_out(args.out, args.checkpoint)
     check_writable(args.json)

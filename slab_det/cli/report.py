@@ -15,9 +15,9 @@ def main(args: argparse.Namespace) -> None:
     """Writes the table and the picture of ``args.reports`` to ``args.out``."""
     from pathlib import Path
 
+    from slab_det.common.errors import SlabDetError
     from slab_det.measure.figure import ap_latency_figure, save_figure
     from slab_det.measure.report_file import markdown_table, merge_entries, read_report
-    from slab_det.runtime.errors import SlabDetError
 
     entries = merge_entries(entry for path in args.reports for entry in read_report(path))
     if not entries:

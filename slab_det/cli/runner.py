@@ -10,14 +10,14 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.cli.screen import build_runner
+from slab_det.common.config import type_name, walk_datasets
+from slab_det.common.distributed import unwrap
+from slab_det.common.errors import ConfigError, SlabDetError, config_errors
+from slab_det.common.pipeline import inference_steps
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.hooks import CheckedLoadHook
 from slab_det.inference.precision import autocast_forward
 from slab_det.preflight import check_class_order, check_num_classes, classes_of_meta
-from slab_det.runtime.config import type_name, walk_datasets
-from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
-from slab_det.runtime.pipeline import inference_steps
 
 
 class ReadOnly:

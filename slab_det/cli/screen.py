@@ -10,7 +10,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from pycocotools import coco, cocoeval
 
-from slab_det.runtime.errors import ConfigError
+from slab_det.common.errors import ConfigError
 
 # The first words of those messages of mmengine that fill hundreds of lines before the first iteration.
 DUMPS = (

@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Serves until it is stopped. A detector that does not run is an error before the port opens."""
+    from slab_det.common.errors import SlabDetError
+    from slab_det.common.numbers import check_threads
     from slab_det.machine import MACHINE
-    from slab_det.runtime.errors import SlabDetError
-    from slab_det.runtime.numbers import check_threads
 
     try:
         import uvicorn
@@ -105,7 +105,7 @@ def load(args: argparse.Namespace) -> 'ServedDetector':
     import torch
 
     import slab_det
-    from slab_det.runtime.errors import DeploymentError
+    from slab_det.common.errors import DeploymentError
 
     options = dict(runtime=args.runtime, masks=args.masks, device=args.device)
     if args.dtype:
@@ -133,7 +133,7 @@ def create_app(detector: 'ServedDetector', max_megabytes: float) -> 'FastAPI':
     from fastapi import FastAPI, HTTPException, Query, Request
 
     import slab_det
-    from slab_det.runtime.errors import DataError
+    from slab_det.common.errors import DataError
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -53,15 +53,15 @@ def evaluate(args: argparse.Namespace) -> ReportEntry | None:
     from slab_det.checkpoints import is_fused
     from slab_det.cli.config import check_report, config_from_arguments
     from slab_det.cli.runner import run_test, use_exported
+    from slab_det.common.distributed import unwrap
+    from slab_det.common.errors import SlabDetError
+    from slab_det.common.files import check_writable
+    from slab_det.common.memory import keep_freed_memory
+    from slab_det.common.record import describe_environment
     from slab_det.inference.folder import find_stored
     from slab_det.measure import report_file
     from slab_det.measure.latency import check_conditions
     from slab_det.preflight import check_data
-    from slab_det.runtime.distributed import unwrap
-    from slab_det.runtime.errors import SlabDetError
-    from slab_det.runtime.memory import keep_freed_memory
-    from slab_det.runtime.record import describe_environment
-    from slab_det.runtime.run_folder import check_writable
 
     keep_freed_memory()
     setup_cache_size_limit_of_dynamo()
@@ -125,10 +125,10 @@ def describe_file(args: argparse.Namespace) -> Stored:
     Raises:
         SlabDetError: If this machine or the runtime cannot run it in ``--dtype``.
     """
+    from slab_det.common.errors import SlabDetError
+    from slab_det.common.numbers import check_threads
     from slab_det.inference.folder import Stored
     from slab_det.inference.forms import Form
-    from slab_det.runtime.errors import SlabDetError
-    from slab_det.runtime.numbers import check_threads
 
     check_threads(args.threads, least=0)
     form = Form(args.runtime or EXPORT_RUNTIMES[0], args.dtype)
@@ -150,7 +150,7 @@ def use_stored(args: argparse.Namespace, stored: Stored) -> None:
     Raises:
         SlabDetError: If an argument says otherwise.
     """
-    from slab_det.runtime.errors import SlabDetError
+    from slab_det.common.errors import SlabDetError
 
     flags = ('fuse', 'deploy', 'tta') + ('latency',) * stored.form.is_exported
     given = [f'--{name}' for name in flags if getattr(args, name)] + ['--dtype'] * (args.dtype != 'float32')

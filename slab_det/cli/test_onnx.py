@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Evaluates ``args.checkpoint`` and writes ``args.json``."""
-    from slab_det.runtime.record import write_record
-    from slab_det.runtime.run_folder import check_writable
+    from slab_det.common.files import check_writable
+    from slab_det.common.record import write_record
 
     check_writable(args.json)
     args.runtime = args.runtime or EXPORT_RUNTIMES[0]

@@ -27,10 +27,10 @@ def main(args: argparse.Namespace) -> None:
 
     from slab_det.cli.config import config_from_arguments, describe_old_keys
     from slab_det.cli.screen import build_runner
+    from slab_det.common.config import type_name
+    from slab_det.common.errors import ConfigError, SlabDetError, config_errors
     from slab_det.hooks import FiniteLossHook, NormStateHook
     from slab_det.preflight import check_data, check_num_classes
-    from slab_det.runtime.config import type_name
-    from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
     from slab_det.runtime.run_folder import find_latest_checkpoint, write_config
 
     setup_cache_size_limit_of_dynamo()

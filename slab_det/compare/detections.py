@@ -12,9 +12,9 @@ from mmdet.structures.mask import encode_mask_results
 from pycocotools import mask as coco_mask
 from torch import Tensor, nn
 
-from slab_det.runtime.batches import one_pass, prepare_inputs
-from slab_det.runtime.errors import ComparisonError
-from slab_det.runtime.modes import evaluating
+from slab_det.common.batches import one_pass, prepare_inputs
+from slab_det.common.errors import ComparisonError
+from slab_det.common.modes import evaluating
 
 
 @dataclass(frozen=True)

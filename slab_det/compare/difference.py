@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slab_det.runtime.tensors import HALF_PRECISIONS
+from slab_det.common.tensors import HALF_PRECISIONS
 
 # Largest accepted ratio of a difference to what rounding explains. Usual ratios are 0.8 to 1.3 in half precision; in
 # float32 1 to 4 (Winograd's convolutions), and up to 6 in untrained models that amplify rounding.

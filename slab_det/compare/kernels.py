@@ -16,8 +16,8 @@ from mmcv.cnn.bricks import wrappers
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.runtime.errors import name_some
-from slab_det.runtime.tensors import HALF_PRECISIONS, map_tensors, tensors_in
+from slab_det.common.errors import name_some
+from slab_det.common.tensors import HALF_PRECISIONS, map_tensors, tensors_in
 from slab_det.runtimes import find_row
 
 # mmcv's subclasses compute the same.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slab_det.common.copying import copy_module
+from slab_det.common.tensors import HALF_PRECISIONS, map_tensors, tensors_in
 from slab_det.compare.difference import rms_difference
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.tensors import HALF_PRECISIONS, map_tensors, tensors_in
 
 
 class RoundedArithmetic(TorchDispatchMode):

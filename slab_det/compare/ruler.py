@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from pycocotools import mask as coco_mask
 
+from slab_det.common.errors import ComparisonError
 from slab_det.compare.detections import Detections
-from slab_det.runtime.errors import ComparisonError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # The AP of a teacher whose AP is not known: about that of Mask R-CNNs with Swin-T and Swin-S on COCO.

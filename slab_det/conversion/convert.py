@@ -12,12 +12,12 @@ from mmdet.registry import MODELS
 from torch import nn
 
 from slab_det.backbones.adopt import adopt
-from slab_det.fusion.fuse import reason_to_keep, replace_module
+from slab_det.common.copying import copy_module
+from slab_det.common.errors import ConversionError
+from slab_det.common.modes import is_deployed
+from slab_det.common.record import Record
+from slab_det.fusion.folding import reason_to_keep, replace_module
 from slab_det.norms import OfflineNorm, PRepBN, check_norm_weights, named_norms
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import ConversionError
-from slab_det.runtime.modes import is_deployed
-from slab_det.runtime.record import Record
 
 
 @dataclass

@@ -19,9 +19,9 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from slab_det.checkpoints import build_detector
-from slab_det.runtime.errors import ConversionError
-from slab_det.runtime.modes import evaluating
-from slab_det.runtime.tensors import tensors_in
+from slab_det.common.errors import ConversionError
+from slab_det.common.modes import evaluating
+from slab_det.common.tensors import tensors_in
 
 # Boxes per image on which RoI heads are compared.
 NUM_PROPOSALS = 100

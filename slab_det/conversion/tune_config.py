@@ -7,10 +7,10 @@ from pathlib import Path
 
 from mmengine.config import Config
 
+from slab_det.common.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
+from slab_det.common.errors import ConversionError
+from slab_det.common.pipeline import inference_steps
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
-from slab_det.runtime.errors import ConversionError
-from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import write_config
 
 # As configs/_base_/runtime.py has them.

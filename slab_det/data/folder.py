@@ -7,8 +7,8 @@ from pathlib import Path
 from mmdet.registry import DATASETS
 from torch.utils.data import Dataset
 
-from slab_det.runtime.errors import DataError
-from slab_det.runtime.pipeline import ImagePipeline
+from slab_det.common.errors import DataError
+from slab_det.common.pipeline import ImagePipeline
 
 IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.registry import MODELS
 
-from slab_det.runtime.errors import DataError
-from slab_det.runtime.pipeline import check_range
+from slab_det.common.errors import DataError
+from slab_det.common.pipeline import check_range
 
 
 @MODELS.register_module()

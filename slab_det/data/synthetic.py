@@ -18,7 +18,7 @@ from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from pycocotools import mask as coco_mask
 
-from slab_det.runtime.errors import DataError
+from slab_det.common.errors import DataError
 
 CLASSES = ('circle', 'square', 'triangle', 'star')
 # Part of the cache key: increase it with every change of a pixel or an annotation.

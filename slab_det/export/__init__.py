@@ -1,12 +1,12 @@
 """Detectors as ONNX files: export, comparison with PyTorch, int8 and runtimes. Needs the extra 'onnx'."""
 
+from slab_det.common.errors import ExportError
 from slab_det.export.exported_detector import ExportedDetector
 from slab_det.export.loaded_file import load_runtime
 from slab_det.export.onnx_file import EXPORT_SCOPES, build_graph, export_onnx
 from slab_det.export.parity import ParityCheck, check_parity, random_images
 from slab_det.export.quantize import quantize_onnx
 from slab_det.families.masks import paste_masks
-from slab_det.runtime.errors import ExportError
 
 __all__ = [
     'EXPORT_SCOPES',

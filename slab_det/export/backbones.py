@@ -13,7 +13,7 @@ from slab_det.backbones.adopt import adopt, why_not_adopted
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
 from slab_det.backbones.patch_merging import deployed_merging
 from slab_det.backbones.replacements import is_plain_linear, replace_layers
-from slab_det.runtime.errors import ExportError
+from slab_det.common.errors import ExportError
 
 
 class RowsLinear(nn.Linear):

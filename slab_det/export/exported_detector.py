@@ -11,10 +11,10 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from slab_det.common.errors import ExportError
 from slab_det.export.loaded_file import load_runtime
 from slab_det.export.settings import find_resize, follow_config
 from slab_det.families.masks import check_form, enlarge_masks, paste_masks
-from slab_det.runtime.errors import ExportError
 
 
 @MODELS.register_module()

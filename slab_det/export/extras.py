@@ -10,8 +10,8 @@ from types import ModuleType
 
 import numpy as np
 
+from slab_det.common.errors import ExportError
 from slab_det.machine import MACHINE
-from slab_det.runtime.errors import ExportError
 from slab_det.runtimes import RUNTIMES
 
 # Takes a file, or its content, the number of threads and the precision.

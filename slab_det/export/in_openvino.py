@@ -7,9 +7,9 @@ from threading import Lock
 
 import numpy as np
 
+from slab_det.common.errors import ExportError
 from slab_det.export.extras import import_extra, limit_threads
 from slab_det.machine import openvino_core
-from slab_det.runtime.errors import ExportError
 
 
 def start(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:

@@ -16,6 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import slab_det
+from slab_det.common.copying import copy_module
+from slab_det.common.errors import ExportError
+from slab_det.common.files import whole_file
+from slab_det.common.modes import is_deployed
+from slab_det.common.pipeline import inference_steps
+from slab_det.common.record import describe_code, to_plain
+from slab_det.common.tensors import check_finite
 from slab_det.compare.features import input_channels
 from slab_det.export.backbones import make_size_free
 from slab_det.export.detector import BackboneGraph, DetectorGraph
@@ -24,13 +31,6 @@ from slab_det.export.loaded_file import METADATA_KEY, crop_to_multiples
 from slab_det.export.settings import describe_preprocessor, find_resize
 from slab_det.norms import named_offline_norms
 from slab_det.norms.folds import find_hooks
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import ExportError
-from slab_det.runtime.modes import is_deployed
-from slab_det.runtime.pipeline import inference_steps
-from slab_det.runtime.record import describe_code, to_plain
-from slab_det.runtime.run_folder import whole_file
-from slab_det.runtime.tensors import check_finite
 
 EXPORT_SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 # RoiAlign has half-pixel coordinates from opset 16 on; PyTorch 2.6 writes none after 20. ONNX Runtime has no kernel for

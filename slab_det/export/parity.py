@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from slab_det.common.errors import ExportError
 from slab_det.compare.difference import (
     UNMATCHED_SHARE,
     Comparison,
@@ -20,7 +21,6 @@ from slab_det.compare.difference import (
 from slab_det.export.detector import DetectorGraph
 from slab_det.export.loaded_file import LoadedFile, Run, crop_to_multiples
 from slab_det.export.onnx_file import build_graph
-from slab_det.runtime.errors import ExportError
 
 # Multiples of 32 and others, small and large, portrait and landscape.
 SIZES = ((96, 160), (131, 203), (331, 97))

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from mmengine.logging import MMLogger
 
+from slab_det.common.files import whole_file
 from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
 from slab_det.export.extras import import_extra, in_file_order
 from slab_det.export.int8_sums import cuts_off_int8_sums
 from slab_det.export.loaded_file import METADATA_KEY
 from slab_det.families import EXPORTED
-from slab_det.runtime.run_folder import whole_file
 from slab_det.runtimes import EXPORT_RUNTIMES
 
 # Parts of the node names of layers that stay in float32. The first layer reads pixels, and is a hundredth of the work.

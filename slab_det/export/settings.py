@@ -10,10 +10,10 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
+from slab_det.common.config import detector_config, type_name
+from slab_det.common.errors import ExportError
+from slab_det.common.record import to_plain
 from slab_det.families import EXPORTED, BoxFamily
-from slab_det.runtime.config import detector_config, type_name
-from slab_det.runtime.errors import ExportError
-from slab_det.runtime.record import to_plain
 
 
 class Settings(NamedTuple):

@@ -13,11 +13,11 @@ from mmdet.structures import DetDataSample
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
+from slab_det.common.config import type_name
+from slab_det.common.errors import ExportError
 from slab_det.families.masks import enlarge_masks
 from slab_det.families.operators import EMPTY, BoxOperators
 from slab_det.families.regions import Regions
-from slab_det.runtime.config import type_name
-from slab_det.runtime.errors import ExportError
 
 # The methods by which a dense head predicts: a subclass may override any other method.
 DENSE_PREDICTION = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process'

@@ -15,7 +15,7 @@ from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 from torch import Tensor, nn
 
-from slab_det.runtime.errors import DeploymentError, SlabDetError
+from slab_det.common.errors import DeploymentError, SlabDetError
 
 MASK_FORMS = ('full', 'rle')
 # Number of pixels that are sampled at once; each takes 13 bytes.

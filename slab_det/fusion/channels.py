@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import slab_det.families  # noqa: F401 (registers the rules of heads)
-from slab_det.fusion.fuse import FusionError, join_names
+from slab_det.fusion.folding import FusionError, join_names
 from slab_det.norms.folds import CannotFold, Channels, find_hooks, find_rule
 
 # Activations that act on each channel alone.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slab_det.runtime.record import Record
+from slab_det.common.record import Record
 
 OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
 

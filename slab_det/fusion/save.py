@@ -12,11 +12,7 @@ from torch import nn
 
 import slab_det
 from slab_det.backbones.adopt import adopt
-from slab_det.fusion.channels import resize_channels
-from slab_det.fusion.fuse import apply_folds
-from slab_det.fusion.fusion_report import NormFusion
-from slab_det.norms import set_gamma
-from slab_det.runtime.config import (
+from slab_det.common.config import (
     detector_config,
     drop_pretrained,
     import_slab_det,
@@ -24,6 +20,10 @@ from slab_det.runtime.config import (
     to_values,
     type_name,
 )
+from slab_det.fusion.channels import resize_channels
+from slab_det.fusion.folding import apply_folds
+from slab_det.fusion.fusion_report import NormFusion
+from slab_det.norms import set_gamma
 from slab_det.runtime.run_folder import save_with_config
 
 # Keys that only training reads.

@@ -11,8 +11,8 @@ from mmengine.runner import BaseLoop, Runner
 from slab_det.checkpoints import check_detector_checkpoint
 from slab_det.checkpoints.load import EXPECTED_MISSING
 from slab_det.checkpoints.load_report import LoadReport
-from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import CheckpointError
+from slab_det.common.distributed import unwrap
+from slab_det.common.errors import CheckpointError
 
 
 @HOOKS.register_module()

@@ -9,9 +9,9 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
 
-from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.random_state import random_state, set_random_state
+from slab_det.common.distributed import unwrap
+from slab_det.common.errors import SlabDetError
+from slab_det.common.random_state import random_state, set_random_state
 
 
 @HOOKS.register_module()

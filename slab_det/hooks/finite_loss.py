@@ -10,8 +10,8 @@ from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import TrainingError, name_some
+from slab_det.common.distributed import unwrap
+from slab_det.common.errors import TrainingError, name_some
 from slab_det.runtime.run_folder import find_latest_checkpoint
 
 # So many skipped updates in a row halve a dynamic loss scale from 2^16 to below 1e-4, where fairseq gives up too.

@@ -6,10 +6,10 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
+from slab_det.common.distributed import unwrap
 from slab_det.hooks.progressive_norm import ProgressiveNormHook
 from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook
 from slab_det.norms import QuadraticNorm, named_offline_norms, named_progressive_norms
-from slab_det.runtime.distributed import unwrap
 
 
 @HOOKS.register_module()

@@ -13,9 +13,9 @@ from mmengine.hooks import EarlyStoppingHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
+from slab_det.common.distributed import unwrap
+from slab_det.common.errors import SlabDetError
 from slab_det.norms import PRepBN, named_progressive_norms
-from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import SlabDetError
 
 # gamma / gamma_start after a fraction t of the decay. 'linear' is eq. 4 of SLAB.
 DECAYS: dict[str, Callable[[float], float]] = {

@@ -16,13 +16,13 @@ from mmengine.runner import Runner
 from mmengine.runner.amp import autocast
 from torch.utils.data import DataLoader
 
+from slab_det.common.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
+from slab_det.common.errors import CheckpointError
+from slab_det.common.progress import Progress
+from slab_det.common.random_state import fixed_random_state
 from slab_det.hooks.run_end import OwnCheckpoint, build_for_end
 from slab_det.norms import named_progressive_norms
 from slab_det.recalibration import PIPELINES, recalibrate, recalibration_dataloader
-from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
-from slab_det.runtime.errors import CheckpointError
-from slab_det.runtime.progress import Progress
-from slab_det.runtime.random_state import fixed_random_state
 
 # Images on which the fused model is compared with the unfused one, one from each batch.
 NUM_VERIFIED = 2
@@ -153,8 +153,9 @@ def write_fused(
 ) -> None:
     """Fuses ``model``, compares it with the fused model, and writes the fused checkpoint and ``report.json``."""
     # mmdet's models take a second to import, and registering the hooks does not need them.
+    from slab_det.common.record import describe_environment
     from slab_det.fusion import save_fused, verify_fusion
-    from slab_det.fusion.fuse import fuse
+    from slab_det.fusion.folding import fuse
     from slab_det.measure.report_file import (
         ReportEntry,
         ap_from_metrics,
@@ -162,7 +163,6 @@ def write_fused(
         describe_model,
         write_report,
     )
-    from slab_det.runtime.record import describe_environment
 
     fused = fuse(model)
     inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))

@@ -11,12 +11,12 @@ from mmengine.runner import Runner, save_checkpoint
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 
 from slab_det.checkpoints import build_detector
+from slab_det.common.config import detector_config, type_name
+from slab_det.common.distributed import unwrap
+from slab_det.common.errors import CheckpointError, ConfigError, name_some
+from slab_det.common.pipeline import inference_steps
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
-from slab_det.runtime.config import detector_config, type_name
-from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import CheckpointError, ConfigError, name_some
-from slab_det.runtime.pipeline import inference_steps
 
 INSTEAD = (
     'remove RecalibrateFuseHook from custom_hooks, and after the training call slab_det.recalibrate(model, images) and '
@@ -41,7 +41,7 @@ def build_for_end(runner: Runner, pipeline: str) -> BaseModel:
         FusionError: If the norms of the detector cannot be fused.
     """
     # mmdet's models take a second to import, and registering the hooks does not need them.
-    from slab_det.fusion.fuse import check_fusible, plan_folds
+    from slab_det.fusion.folding import check_fusible, plan_folds
 
     cfg = runner.cfg
     if missing := [key for key in ('model', 'train_dataloader') if not isinstance(cfg.get(key), dict)]:

@@ -10,6 +10,10 @@ from slab_det.backbones.adopt import adopt
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.patch_merging import deployed_merging
 from slab_det.backbones.replacements import replace_layers
+from slab_det.common.copying import copy_module
+from slab_det.common.errors import DeploymentError
+from slab_det.common.modes import is_deployed
+from slab_det.common.tensors import HALF_PRECISIONS, check_finite
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.families.deformable import deployed_deformable
 from slab_det.families.masks import check_form, encode_masks
@@ -24,10 +28,6 @@ from slab_det.inference.gpu.window_kernels import triton_windows
 from slab_det.inference.precision import keep_boxes_float32, lower_precision
 from slab_det.inference.trial import try_deployed
 from slab_det.norms import named_offline_norms
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import DeploymentError
-from slab_det.runtime.modes import is_deployed
-from slab_det.runtime.tensors import HALF_PRECISIONS, check_finite
 
 
 def deploy(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from slab_det.common.errors import DeploymentError
+from slab_det.common.record import read_record
 from slab_det.inference.forms import Form
 from slab_det.machine import MACHINE
-from slab_det.runtime.errors import DeploymentError
-from slab_det.runtime.record import read_record
 
 FILE = 'optimize.json'
 

@@ -21,10 +21,10 @@ from mmengine.logging import MMLogger
 from mmengine.utils import apply_to
 from torch import Tensor, nn
 
+from slab_det.common.errors import DeploymentError
+from slab_det.common.tensors import HALF_PRECISIONS
 from slab_det.families.deformable import SizedPixelDecoder, samples_here
 from slab_det.norms.base import at_least_float32
-from slab_det.runtime.errors import DeploymentError
-from slab_det.runtime.tensors import HALF_PRECISIONS
 
 # The forward of a head returns scores, deltas or logits; mmdet computes coordinates from them afterwards.
 HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)

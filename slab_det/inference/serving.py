@@ -13,16 +13,16 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 from slab_det.checkpoints import build_detector
+from slab_det.common.errors import ConfigError, DataError, DeploymentError, ExportError
+from slab_det.common.memory import keep_freed_memory
+from slab_det.common.numbers import check_threads
+from slab_det.common.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.families.masks import check_form, encode_masks
-from slab_det.fusion.fuse import check_statistics, fuse
+from slab_det.fusion.folding import check_statistics, fuse
 from slab_det.inference.deployment import deploy
 from slab_det.inference.folder import find_stored
 from slab_det.machine import find_device
 from slab_det.norms import named_offline_norms
-from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError
-from slab_det.runtime.memory import keep_freed_memory
-from slab_det.runtime.numbers import check_threads
-from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.runtime.registries import enter_scope
 from slab_det.runtimes import RUNTIMES
 
@@ -66,7 +66,7 @@ class ServedDetector:
 
     Args:
         model: A detector with ``test_step``, in eval mode.
-        steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
+        steps: Configs of the test pipeline, see :class:`~slab_det.common.pipeline.ImagePipeline`.
         classes: The class name of each label; empty if the checkpoint or exported file has no names.
     """
 
@@ -118,7 +118,7 @@ def load_detector(
     ``load_detector('FOLDER')`` serves the form that :func:`slab_det.optimize` chose.
 
     An image is a path, the bytes of a file, an array in BGR, or a Pillow image; see
-    :class:`~slab_det.runtime.pipeline.ImagePipeline`. Results are what the detector's ``test_step`` predicts, such as
+    :class:`~slab_det.common.pipeline.ImagePipeline`. Results are what the detector's ``test_step`` predicts, such as
     ``pred_instances`` and ``pred_panoptic_seg``; boxes and masks refer to the original image. ``detector.classes``
     holds the class names. The first image of each size is slower.
 
@@ -133,7 +133,7 @@ def load_detector(
         masks: 'full' for mmdet's tensor (n, H, W): 100 masks of 4000x8000 are 3.2 GB. 'rle' for a list of n dicts, as
             ``pycocotools.mask.encode`` returns them, made one mask at a time. mmdet's evaluators take both.
         keep_memory: Keep the memory that an image needed for the next one, in the whole process
-            (:func:`~slab_det.runtime.memory.keep_freed_memory`); False leaves glibc's settings as they are.
+            (:func:`~slab_det.common.memory.keep_freed_memory`); False leaves glibc's settings as they are.
         **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
             :func:`slab_det.export.load_runtime`; for a folder ``form``, the name of another of its forms,
             and ``threads``: PyTorch's forms then set the threads of the process, which they else leave as they are.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from slab_det.fusion.fuse import LIVE_NORMS
+from slab_det.fusion.folding import LIVE_NORMS
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms
 
 

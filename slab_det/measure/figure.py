@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from slab_det.common.errors import SlabDetError
 from slab_det.measure.report_file import AP_KINDS, ReportEntry, ap_scope, latency_scope, main_column, measured_kinds
-from slab_det.runtime.errors import SlabDetError
 
 WIDTH = 7.2  # inches: the text width of A4
 INK = '#000000'

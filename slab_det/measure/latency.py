@@ -15,17 +15,17 @@ from mmdet.models.detectors import BaseDetector
 from mmdet.structures import DetDataSample
 from torch import nn
 
+from slab_det.common.errors import SlabDetError
+from slab_det.common.memory import keeps_freed_memory
+from slab_det.common.modes import is_deployed
+from slab_det.common.numbers import check_size, check_threads
+from slab_det.common.record import Record, describe_environment, format_ratio, format_table
 from slab_det.compare.features import input_channels
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.machine import find_device
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.scopes import SCOPES
 from slab_det.measure.timer import compare_times, time_in_turns
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.memory import keeps_freed_memory
-from slab_det.runtime.modes import is_deployed
-from slab_det.runtime.numbers import check_size, check_threads
-from slab_det.runtime.record import Record, describe_environment, format_ratio, format_table
 from slab_det.runtimes import precisions
 
 
@@ -48,7 +48,7 @@ class LatencyResult(Record):
         ratio: The time divided by the first model's time in the same round; the median over the rounds.
         ratio_quartiles: First and third quartile of this ratio over the rounds.
         cost: Multiply-adds, parameters and norms in the timed scope; None if they were not counted.
-        environment: See :func:`slab_det.runtime.record.describe_environment`.
+        environment: See :func:`slab_det.common.record.describe_environment`.
     """
 
     scope: str

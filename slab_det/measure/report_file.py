@@ -8,11 +8,11 @@ from pathlib import Path
 
 from mmengine.logging import MMLogger
 
+from slab_det.common.config import detector_config, type_name
+from slab_det.common.errors import SlabDetError
+from slab_det.common.files import locked
+from slab_det.common.record import Record, format_table, read_record, write_record
 from slab_det.measure.latency import describe_scope
-from slab_det.runtime.config import detector_config, type_name
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.record import Record, format_table, read_record, write_record
-from slab_det.runtime.run_folder import locked
 
 AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy'}
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
@@ -42,7 +42,7 @@ class ReportEntry(Record):
         recalibration: Passes, residual and images of the recalibration.
         fusion: How each norm was fused, and the largest difference between fused and unfused outputs.
         training: ``seed``, ``iterations`` and ``batch_size``.
-        environment: See :func:`slab_det.runtime.record.describe_environment`.
+        environment: See :func:`slab_det.common.record.describe_environment`.
     """
 
     name: str

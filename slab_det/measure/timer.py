@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from slab_det.runtime.progress import Progress
+from slab_det.common.progress import Progress
 
 T = TypeVar('T')
 # After a call the threads of a runtime spin for a while; they must not take the cores from a call in another runtime.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
-from slab_det.runtime.tensors import HALF_PRECISIONS
+from slab_det.common.tensors import HALF_PRECISIONS
 
 # Never entered: only asked whether a backward pass runs in this thread.
 _TRACKER = ModuleTracker()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from slab_det.runtime.errors import SlabDetError
+from slab_det.common.errors import SlabDetError
 
 
 class CannotFold(SlabDetError):  # noqa: N818 (it ends no program: fuse leaves the norm as one multiply-add)

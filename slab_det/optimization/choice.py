@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slab_det.common.record import Record
 from slab_det.compare.ruler import ASSUMED_AP, retained_ap
 from slab_det.measure.timer import compare_times
 from slab_det.optimization.records import TRUTH, Records
-from slab_det.runtime.record import Record
 
 # Losses of AP up to this one, in points, count as none when forms are compared with each other.
 NEGLIGIBLE_LOSS = 0.05

@@ -11,6 +11,8 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from torch import nn
 
+from slab_det.common.errors import ConfigError, DataError
+from slab_det.common.mute import mute_stdout
 from slab_det.compare.ruler import ASSUMED_AP, GROUPS
 from slab_det.inference.forms import Form
 from slab_det.measure.evaluate import evaluate_groups
@@ -18,8 +20,6 @@ from slab_det.measure.report_file import describe_dataset, main_column
 from slab_det.optimization.records import Records
 from slab_det.optimization.turns import BASE, Turns
 from slab_det.preflight import check_class_order, check_data, classes_of_meta
-from slab_det.runtime.errors import ConfigError, DataError
-from slab_det.runtime.mute import mute_stdout
 from slab_det.runtime.registries import enter_scope
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from mmengine.config import Config
 from torch.utils.data import DataLoader, Subset
 
+from slab_det.common.errors import DataError
 from slab_det.recalibration import image_folder_dataloader
-from slab_det.runtime.errors import DataError
 
 # Every third image is held out. With a single one held out nothing says how far an estimated loss may be off.
 HELD_OUT = 3

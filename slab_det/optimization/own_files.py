@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.run_folder import whole_file
+from slab_det.common.errors import SlabDetError
+from slab_det.common.files import whole_file
 
 # Lists the files, one a line. A folder without it is somebody else's, unless it is empty.
 MARKER = '.slab_det_optimize'

@@ -18,10 +18,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import PercentFormatter
 from pycocotools import mask as coco_mask
 
+from slab_det.common.errors import ComparisonError
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import retained_ap
 from slab_det.measure.figure import COLOURS, INK, WIDTH, styled
-from slab_det.runtime.errors import ComparisonError
 
 NUM_DRAWN = 5
 # Classes beyond these have the colour of an earlier one.

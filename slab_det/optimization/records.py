@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from slab_det.common.files import whole_file
 from slab_det.compare.detections import Detections
-from slab_det.runtime.run_folder import whole_file
 
 STATE, ROUNDS = 'state.json', 'rounds.jsonl'
 # Stands for the original detector on mirrored images among the keys of forms that found something.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from slab_det.common.errors import DeploymentError
+from slab_det.common.record import SCHEMA, Record, format_ratio, format_table, to_json
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import FEW_DETECTIONS
 from slab_det.inference.folder import FILE, is_folder, read_folder
@@ -16,8 +18,6 @@ from slab_det.measure.report_file import AP_KINDS, format_ap
 from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.optimization.evidence import describe_evidence
 from slab_det.optimization.own_files import OwnFiles
-from slab_det.runtime.errors import DeploymentError
-from slab_det.runtime.record import SCHEMA, Record, format_ratio, format_table, to_json
 
 SHORT = (
     f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '

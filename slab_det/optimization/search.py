@@ -13,9 +13,14 @@ from mmengine.config import Config
 from torch import nn
 
 from slab_det.checkpoints import build_detector
+from slab_det.common.errors import ComparisonError, ConfigError, DataError, SlabDetError, config_errors
+from slab_det.common.files import check_writable, locked
+from slab_det.common.mute import mute_log
+from slab_det.common.numbers import check_threads
+from slab_det.common.record import describe_environment
 from slab_det.compare.detections import as_detections
 from slab_det.compare.ruler import retained_ap
-from slab_det.fusion.fuse import check_statistics
+from slab_det.fusion.folding import check_statistics
 from slab_det.inference.folder import FILE
 from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
 from slab_det.machine import find_device
@@ -27,11 +32,6 @@ from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
 from slab_det.optimization.turns import BASE, LEAST_ROUNDS, Turns
 from slab_det.optimization.variants import Variants
-from slab_det.runtime.errors import ComparisonError, ConfigError, DataError, SlabDetError, config_errors
-from slab_det.runtime.mute import mute_log
-from slab_det.runtime.numbers import check_threads
-from slab_det.runtime.record import describe_environment
-from slab_det.runtime.run_folder import check_writable, locked
 
 # Rounds after which forms are dropped, and rounds of each form that is left.
 FIRST_ROUNDS, ROUNDS = SURE_ROUNDS, 30

@@ -8,6 +8,9 @@ from collections.abc import Container, Sequence
 from dataclasses import asdict
 from functools import partial
 
+from slab_det.common.errors import describe_reason
+from slab_det.common.memory import memory_growth
+from slab_det.common.progress import Progress
 from slab_det.compare.detections import Detections, as_detections, detect
 from slab_det.inference.forms import Form
 from slab_det.inference.serving import ServedDetector, load_detector
@@ -16,9 +19,6 @@ from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.variants import Variants
-from slab_det.runtime.errors import describe_reason
-from slab_det.runtime.memory import memory_growth
-from slab_det.runtime.progress import Progress
 
 # Fewest rounds of a form: with fewer, it is not called faster.
 LEAST_ROUNDS = SURE_ROUNDS

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.common.config import to_values
 from slab_det.fusion import save_fused
 from slab_det.inference.forms import CHANNELS, NORMS, Form
-from slab_det.runtime.config import to_values
 from slab_det.runtime.run_folder import save_with_config
 
 # Images that int8 is calibrated on.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mmengine.logging import MMLogger
 
-from slab_det.runtime.errors import DataError, name_some
+from slab_det.common.errors import DataError, name_some
 
 # Why an annotation is no object to learn or to find: the key that says so, and the words for it.
 REASONS = {

@@ -10,6 +10,9 @@ from mmengine.config import Config, ConfigDict
 from torch import nn
 from torch.utils.data import Dataset
 
+from slab_det.common.config import type_name, walk_datasets
+from slab_det.common.distributed import unwrap
+from slab_det.common.errors import ConfigError, DataError, name_some
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.preflight.annotations import read_coco
 from slab_det.preflight.check_coco import (
@@ -22,9 +25,6 @@ from slab_det.preflight.check_coco import (
     is_remote,
 )
 from slab_det.preflight.classes import check_classes, metainfo_of, names_classes_in_text
-from slab_det.runtime.config import type_name, walk_datasets
-from slab_det.runtime.distributed import unwrap
-from slab_det.runtime.errors import ConfigError, DataError, name_some
 from slab_det.runtime.registries import enter_scope
 
 SPLITS = ('train', 'val', 'test')

@@ -13,6 +13,8 @@ from mmdet.registry import METRICS
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
 
+from slab_det.common.config import type_name
+from slab_det.common.errors import DataError, name_some
 from slab_det.preflight.annotations import (
     CocoFile,
     check_annotation_ids,
@@ -25,8 +27,6 @@ from slab_det.preflight.annotations import (
 )
 from slab_det.preflight.image_sizes import check_image_sizes
 from slab_det.preflight.masks import check_masks
-from slab_det.runtime.config import type_name
-from slab_det.runtime.errors import DataError, name_some
 
 # COCO's training file (448 MiB) takes about 25 s, two thirds of the time of mmdet's own reading right after;
 # Objects365's (5 GB) would take minutes.

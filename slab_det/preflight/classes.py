@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from torch import nn
 
-from slab_det.runtime.errors import DataError, name_some
+from slab_det.common.errors import DataError, name_some
 
 
 def check_classes(

@@ -9,8 +9,8 @@ import mmcv
 from mmengine.logging import MMLogger
 from PIL import ExifTags, Image
 
+from slab_det.common.errors import DataError
 from slab_det.preflight.annotations import CocoFile
-from slab_det.runtime.errors import DataError
 
 # A header takes about 0.1 ms on a disk, and 10 ms over a network.
 MAX_READ = 500

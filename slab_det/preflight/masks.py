@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from mmengine.logging import MMLogger
 from pycocotools.mask import frPyObjects, toBbox
 
+from slab_det.common.errors import DataError
 from slab_det.preflight.annotations import MAX_LOST, CocoFile, coco_errors, find_loss
-from slab_det.runtime.errors import DataError
 
 # Polygons of COCO take about 10 s, and these tell as much.
 MAX_COMPARED = 2000

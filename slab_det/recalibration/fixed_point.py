@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from slab_det.common.batches import check_batches, one_pass
+from slab_det.common.record import Record
 from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import RecalibrationError, collect_moments
-from slab_det.runtime.batches import check_batches, one_pass
-from slab_det.runtime.record import Record
 
 # In sigmas or log variances. If the statistics of a norm change by more in a pass, its inputs were far from final, and
 # it normalises by batch again in the next pass. Otherwise errors grow from norm to norm, to 1e14 sigmas after 32 norms.

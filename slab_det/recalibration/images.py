@@ -12,10 +12,10 @@ from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
-from slab_det.runtime.config import type_name, walk_datasets
-from slab_det.runtime.errors import DataError
-from slab_det.runtime.pipeline import inference_steps
-from slab_det.runtime.random_state import fixed_random_state
+from slab_det.common.config import type_name, walk_datasets
+from slab_det.common.errors import DataError
+from slab_det.common.pipeline import inference_steps
+from slab_det.common.random_state import fixed_random_state
 from slab_det.runtime.registries import enter_scope
 
 PIPELINES = ('train', 'test')

@@ -9,11 +9,11 @@ import torch
 from mmengine.dist import all_gather_object, is_main_process
 from torch import Tensor, nn
 
-from slab_det.runtime.batches import prepare_inputs
-from slab_det.runtime.distributed import raise_on_all_ranks
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.modes import evaluating
-from slab_det.runtime.progress import Progress
+from slab_det.common.batches import prepare_inputs
+from slab_det.common.distributed import raise_on_all_ranks
+from slab_det.common.errors import SlabDetError
+from slab_det.common.modes import evaluating
+from slab_det.common.progress import Progress
 
 
 class RecalibrationError(SlabDetError):

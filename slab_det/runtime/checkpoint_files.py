@@ -18,8 +18,8 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
-from slab_det.runtime.distributed import run_on_main
-from slab_det.runtime.errors import CheckpointError, describe_reason
+from slab_det.common.distributed import run_on_main
+from slab_det.common.errors import CheckpointError, describe_reason
 
 SAFETENSORS, TIMM = '.safetensors', 'timm://'
 # torch's allow-list belongs to the process: two threads that leave it in another order would restore each other's.

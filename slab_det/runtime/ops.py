@@ -16,7 +16,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from slab_det.runtime.errors import SlabDetError
+from slab_det.common.errors import SlabDetError
 
 EXTENSION = 'mmcv._ext'
 COMPILE = 'pip install --force-reinstall --no-deps --no-build-isolation --no-binary onedl-mmcv onedl-mmcv'

@@ -1,11 +1,9 @@
 """Registers the scope slab_det with mmengine, so that ``slab_det::folder/file.py`` names a config."""
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 
 import mmdet.registry
-import mmengine.registry
 from mmengine.config import Config
 from mmengine.config.utils import MODULE2PACKAGE
 from mmengine.registry import Registry, init_default_scope
@@ -47,25 +45,3 @@ def enter_scope(cfg: Config) -> None:
     """Sets mmengine's default scope to the ``default_scope`` of a config, or to mmdet."""
     # default_scope may be None in Python-style configs.
     init_default_scope(cfg.get('default_scope') or 'mmdet')
-
-
-def find_name(kind: Callable, scope: str) -> str | None:
-    """The name by which configs find a registered class or function, with its scope in front if ``scope`` needs it.
-
-    Args:
-        kind: The class or function.
-        scope: The ``default_scope`` of the config.
-
-    Returns:
-        The name; None if nobody registered it.
-    """
-    found = None
-    for root in vars(mmengine.registry).values():
-        for registry in (root, *root._children.values()) if isinstance(root, Registry) else ():
-            for name, registered in registry._module_dict.items():
-                if registered is kind:
-                    nearest = root._children.get(scope, root)._module_dict.get(name) or root._module_dict.get(name)
-                    if nearest is kind:
-                        return name
-                    found = f'{registry.scope}.{name}'
-    return found

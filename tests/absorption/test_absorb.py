@@ -15,7 +15,7 @@ from torch import nn
 
 import slab_det
 from slab_det.absorption import walk
-from slab_det.absorption.absorb import absorb
+from slab_det.absorption.absorption import absorb
 from slab_det.absorption.images import is_held_out, read_images
 from slab_det.checkpoints import build_detector
 from slab_det.compare.detections import detect
@@ -136,7 +136,7 @@ def test_the_retained_ap_on_held_out_images_is_reported_and_little_is_a_warning(
     compared = f'AP retained, by {len(found.scores)} detections in 1 held-out images: '
     assert len(found.scores) > 0 and compared in str(student.absorption_report)
     assert 0 <= student.absorption_report.retained_ap
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_RETAINED_AP', 1.1)
+    monkeypatch.setattr('slab_det.absorption.absorption.LEAST_RETAINED_AP', 1.1)
     absorb(model, images, **NORMS_GONE)
     assert f'{len(found.scores)} detections are too few' in warnings[-1]
     assert 'keep more norms (norms=) or train towards the teacher' in warnings[-1]

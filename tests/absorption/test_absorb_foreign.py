@@ -12,10 +12,10 @@ from mmdet.models.backbones.swin import SwinTransformer
 from teachers import NORMS_GONE
 from torch import nn
 
-from slab_det.absorption.absorb import absorb
+from slab_det.absorption.absorption import absorb
 from slab_det.conversion import ConversionError
 from slab_det.fusion import register_folds
-from slab_det.fusion.fuse import apply_folds
+from slab_det.fusion.folding import apply_folds
 
 
 class Plain(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from zoo import ZOO, zoo_cfg
 
 import slab_det
-from slab_det.absorption.absorb import absorb
+from slab_det.absorption.absorption import absorb
 from slab_det.checkpoints import build_detector
 from slab_det.fusion import save_fused
 

@@ -13,18 +13,18 @@ from mmengine.config import Config
 from teachers import SWIN, as_trained, build_teacher, plan_channels
 
 import slab_det
-from slab_det.absorption.absorb import absorb, find_least_share
+from slab_det.absorption.absorption import absorb, find_least_share
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.block_cache import BlockCache
 from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
+from slab_det.common.tensors import tensors_in
 from slab_det.conversion import ConversionError
 from slab_det.families import find_absorbed
 from slab_det.fusion import save_fused
 from slab_det.fusion.channels import find_channels, input_weight, output_parameters, resize_channels, set_input_weight
-from slab_det.runtime.tensors import tensors_in
 
 IMAGES = pictures(5, (34, 70))
 
@@ -285,7 +285,7 @@ def test_auto_takes_the_least_share_that_agrees(monkeypatch, capsys):
     assert find_least_share(survey, make, lambda student: None, progress=False) == 23 / 32
     assert len(tried) == 4 and min(tried) > 0.4
     # The real thing, where no student agrees.
-    monkeypatch.setattr('slab_det.absorption.absorb.LEAST_RETAINED_AP', 1.1)
+    monkeypatch.setattr('slab_det.absorption.absorption.LEAST_RETAINED_AP', 1.1)
     monkeypatch.setattr(Survey, 'least_share', lambda self: 0.95)
     with torch.no_grad():
         # The teacher finds objects.
@@ -312,7 +312,7 @@ def test_the_search_for_a_share_keeps_norms_that_go_in_the_end(monkeypatch):
         tried.append(make(survey.choose(0.9)))
         return 0.9
 
-    monkeypatch.setattr('slab_det.absorption.absorb.find_least_share', search)
+    monkeypatch.setattr('slab_det.absorption.absorption.find_least_share', search)
     student = absorb(model, IMAGES, norms='remove', progress=False)
     assert not layer_norms(student) and layer_norms(tried[0]) == layer_norms(model)
     assert student.fusion_report.channels == tried[0].fusion_report.channels

@@ -8,7 +8,7 @@ from teachers import build_teacher, plan_channels
 from torch import nn
 
 import slab_det
-from slab_det.absorption.absorb import absorb
+from slab_det.absorption.absorption import absorb
 from slab_det.absorption.student import make_student
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector

@@ -14,8 +14,8 @@ from torch import nn
 import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import check_detector_checkpoint
+from slab_det.common.errors import CheckpointError
 from slab_det.fusion import save_fused
-from slab_det.runtime.errors import CheckpointError
 
 SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
 

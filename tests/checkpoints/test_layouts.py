@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from slab_det.backbones import SLABPVT, SLABCSwin, SLABSwin, SLABViT
 from slab_det.checkpoints import load_pretrained
+from slab_det.common.errors import CheckpointError
 from slab_det.norms import PRepBN
-from slab_det.runtime.errors import CheckpointError
 
 DATA = Path(__file__).parents[1] / 'data'
 LN, PREPBN = dict(type='LN'), dict(type='PRepBN')

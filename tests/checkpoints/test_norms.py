@@ -6,7 +6,7 @@ from conftest import as_trained, differing
 
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
-from slab_det.runtime.errors import CheckpointError
+from slab_det.common.errors import CheckpointError
 
 SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
 QUADRATIC = ('UN', 'MABN', 'PowerNorm')

@@ -10,12 +10,12 @@ from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 from torch import nn
 
+from slab_det.common.errors import ComparisonError
 from slab_det.compare.detections import Detections, detect, mirror_images
 from slab_det.compare.ruler import RetainedAP, describe_loss, retained_ap
 from slab_det.data import generate
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.runtime.errors import ComparisonError
 
 SQUARE = [10.0, 10.0, 20.0, 20.0]
 

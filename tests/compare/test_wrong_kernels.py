@@ -12,10 +12,10 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 import slab_det
+from slab_det.common.errors import DeploymentError
 from slab_det.compare import kernels
 from slab_det.compare.difference import rms_difference
 from slab_det.compare.kernels import find_wrong_layers
-from slab_det.runtime.errors import DeploymentError
 
 conv2d, conv_transpose2d = F.conv2d, F.conv_transpose2d
 

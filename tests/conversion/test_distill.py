@@ -16,13 +16,13 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.common.errors import CheckpointError, ConversionError
 from slab_det.conversion import write_tune_config
 from slab_det.conversion.distill import NUM_PROPOSALS, Distillation
 from slab_det.fusion import save_fused
 from slab_det.fusion.channels import find_channels
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.runtime.errors import CheckpointError, ConversionError
 
 
 def describe_images(images):

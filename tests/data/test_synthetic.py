@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
+from slab_det.common.errors import DataError
 from slab_det.data.synthetic import CLASSES, SyntheticShapes, draw_image, generate
-from slab_det.runtime.errors import DataError
 
 SMALL = {'num_train': 6, 'num_val': 5, 'size': (96, 80), 'seed': 3}
 

@@ -23,10 +23,10 @@ from torch.multiprocessing import start_processes
 from torch.utils.checkpoint import checkpoint
 
 import slab_det
+from slab_det.common.errors import DataError
 from slab_det.data.synthetic import generate
 from slab_det.hooks import ExactResumeHook, ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
 from slab_det.norms import MABN, UN, PowerNorm, PRepBN, named_progressive_norms
-from slab_det.runtime.errors import DataError
 
 NUM_RANKS = 4
 CHANNELS = 6

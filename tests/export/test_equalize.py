@@ -8,11 +8,11 @@ import pytest
 onnx = pytest.importorskip('onnx')
 onnxruntime = pytest.importorskip('onnxruntime')
 
+from slab_det.common.memory import memory_growth  # noqa: E402
 from slab_det.export import quantize, quantize_onnx  # noqa: E402
 from slab_det.export.equalize import equalize  # noqa: E402
 from slab_det.export.extras import in_file_order  # noqa: E402
 from slab_det.export.loaded_file import METADATA_KEY  # noqa: E402
-from slab_det.runtime.memory import memory_growth  # noqa: E402
 
 CHANNELS, OUTPUTS = 16, 12
 RANGES = np.logspace(-3, 1, CHANNELS).astype(np.float32)

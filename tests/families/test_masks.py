@@ -22,11 +22,11 @@ from pycocotools import mask as coco_mask
 from torch import nn
 
 import slab_det
+from slab_det.common.errors import DeploymentError, ExportError
 from slab_det.compare.detections import detect
 from slab_det.export import ExportedDetector, export_onnx
 from slab_det.families import masks
 from slab_det.families.masks import paste_masks
-from slab_det.runtime.errors import DeploymentError, ExportError
 
 SIZE = (60, 90)
 BOXES = {

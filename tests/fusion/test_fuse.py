@@ -11,8 +11,8 @@ from mmengine.config import Config
 from torch import nn
 
 import slab_det
+from slab_det.common.errors import CheckpointError
 from slab_det.fusion import FusionError, save_fused, verify_fusion
-from slab_det.runtime.errors import CheckpointError
 
 SWIN = dict(type='SLABSwin')
 STOCK_SWIN = dict(type='SwinTransformer', depths=(2, 2, 4, 2), window_size=7)

@@ -10,9 +10,9 @@ from mmengine.model import BaseModel
 from regression import train
 from torch import nn
 
+from slab_det.common.errors import SlabDetError
 from slab_det.hooks import ExactResumeHook, NormStateHook, ProgressiveNormHook
 from slab_det.norms import named_progressive_norms
-from slab_det.runtime.errors import SlabDetError
 
 NUM_ITERS = 6
 MOMENTUM = 0.25

@@ -9,9 +9,9 @@ from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.runner import Runner
 from regression import Regression, train
 
+from slab_det.common.errors import TrainingError
 from slab_det.hooks import FiniteLossHook
 from slab_det.hooks.finite_loss import MOST_SKIPPED
-from slab_det.runtime.errors import TrainingError
 
 
 class Spoiled(Regression):

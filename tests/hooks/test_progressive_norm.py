@@ -10,10 +10,10 @@ from mmengine.runner import Runner
 from regression import Regression, train
 
 import slab_det
+from slab_det.common.errors import SlabDetError
 from slab_det.hooks import ProgressiveNormHook
 from slab_det.norms import UN, PRepBN
 from slab_det.norms.base import read_number
-from slab_det.runtime.errors import SlabDetError
 
 NUM_ITERS = 10
 

@@ -12,11 +12,11 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.common.errors import CheckpointError
 from slab_det.fusion import FusionError
 from slab_det.measure.report_file import ap_from_metrics, read_report
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration import RecalibrationError, recalibration_dataloader
-from slab_det.runtime.errors import CheckpointError
 
 
 def load(path):

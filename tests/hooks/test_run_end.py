@@ -13,8 +13,8 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.backbones import SLABSwin
+from slab_det.common.errors import CheckpointError, SlabDetError
 from slab_det.hooks import recalibrate_fuse
-from slab_det.runtime.errors import CheckpointError, SlabDetError
 
 FUSE = dict(type='RecalibrateFuseHook', num_images=4, max_passes=2)
 

@@ -29,11 +29,11 @@ import slab_det
 from slab_det.attention import SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.backbones.patch_merging import DeployedPatchMerging
+from slab_det.common.errors import DeploymentError
 from slab_det.inference.cpu import winograd
 from slab_det.inference.cpu.roi_align import DeployedRoIAlign
 from slab_det.inference.gpu.ffn_kernels import TritonFFN
 from slab_det.inference.gpu.layers import FusedFPN, TritonConv
-from slab_det.runtime.errors import DeploymentError
 
 PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
 SWIN = dict(

@@ -14,12 +14,12 @@ from zoo import ZOO, shrunk, zoo_cfg
 import slab_det
 from slab_det.backbones.replacements import replace_layers
 from slab_det.checkpoints import build_detector
+from slab_det.common.errors import DeploymentError
 from slab_det.export import ExportError, build_graph
 from slab_det.families import MaskFormer, Unsupported
 from slab_det.families.deformable import deployed_deformable
 from slab_det.inference.gpu.box_kernels import FixedOperators
 from slab_det.inference.gpu.static import StaticDetector
-from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
 VIEW = r'does not run in .*view size.*; {}'

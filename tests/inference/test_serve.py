@@ -42,6 +42,9 @@ from torch import nn
 
 import slab_det
 from slab_det.checkpoints import build_detector
+from slab_det.common.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
+from slab_det.common.pipeline import ImagePipeline, inference_steps
+from slab_det.common.record import write_record
 from slab_det.data import SyntheticShapes
 from slab_det.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.export.settings import detector_settings, follow_config
@@ -49,9 +52,6 @@ from slab_det.fusion import FusionError, save_fused
 from slab_det.inference import ImageListError, ServedDetector
 from slab_det.inference.folder import FILE
 from slab_det.machine import MACHINE
-from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
-from slab_det.runtime.pipeline import ImagePipeline, inference_steps
-from slab_det.runtime.record import write_record
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
 EXAMPLES = CONFIGS.parent / 'examples'

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import slab_det
 from slab_det.backbones.blocks import ConvFFN
-from slab_det.runtime.errors import DeploymentError
+from slab_det.common.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
 LN = dict(norm_cfg=dict(type='LN'))

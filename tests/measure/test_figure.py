@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from test_report_file import DATASET, entry, latency
 
+from slab_det.common.errors import SlabDetError
 from slab_det.measure.figure import ap_latency_figure, save_figure
 from slab_det.measure.report_file import ReportEntry
-from slab_det.runtime.errors import SlabDetError
 
 
 def timed(name: str, variant: str, ms: float, *ap: float, scope: dict | None = None, **changes: object) -> ReportEntry:

@@ -13,9 +13,9 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 import slab_det
+from slab_det.common.errors import SlabDetError
 from slab_det.measure import timer
 from slab_det.measure.latency import LatencyResult, latency_table
-from slab_det.runtime.errors import SlabDetError
 
 QUICK = {'size': (40, 70), 'rounds': 3, 'warmup': 1}
 

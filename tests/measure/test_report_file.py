@@ -8,6 +8,7 @@ import pytest
 from mmengine.logging import MMLogger
 
 from slab_det.backbones import SLABSwin
+from slab_det.common.errors import SlabDetError
 from slab_det.measure.report_file import (
     ReportEntry,
     ap_from_metrics,
@@ -19,7 +20,6 @@ from slab_det.measure.report_file import (
     write_report,
 )
 from slab_det.norms import TokenBN
-from slab_det.runtime.errors import SlabDetError
 
 AP = {'bbox': {'AP': 0.4311, 'AP50': 0.66, 'AP75': 0.47, 'APs': None, 'APm': 0.464, 'APl': 0.56}}
 DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}

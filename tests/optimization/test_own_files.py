@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from slab_det.common.errors import SlabDetError
 from slab_det.optimization.own_files import MARKER, OwnFiles, check_own
-from slab_det.runtime.errors import SlabDetError
 
 
 def contents(folder: Path) -> dict[str, str]:

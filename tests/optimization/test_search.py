@@ -21,6 +21,9 @@ from mmengine.config import Config
 
 import slab_det
 from slab_det import runtimes
+from slab_det.common import memory
+from slab_det.common.errors import ConfigError, DataError, DeploymentError, ExportError, SlabDetError
+from slab_det.common.files import locked
 from slab_det.compare.detections import as_detections
 from slab_det.data import SyntheticShapes, generate
 from slab_det.inference import ServedDetector, forms
@@ -31,9 +34,6 @@ from slab_det.optimization import images as images_module
 from slab_det.optimization import search as module
 from slab_det.optimization.own_files import MARKER, OwnFiles
 from slab_det.optimization.records import ROUNDS, STATE
-from slab_det.runtime import memory
-from slab_det.runtime.errors import ConfigError, DataError, DeploymentError, ExportError, SlabDetError
-from slab_det.runtime.run_folder import locked
 
 FORK = multiprocessing.get_context('fork')
 BACKBONE = dict(norm_cfg=dict(type='LN'), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))

@@ -12,8 +12,8 @@ from mmdet.registry import DATASETS
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
+from slab_det.common.errors import DataError
 from slab_det.preflight import check_data
-from slab_det.runtime.errors import DataError
 
 WIDTH, HEIGHT = SIZE
 RUNS = dict(size=[HEIGHT, WIDTH], counts=[100, 20, HEIGHT * WIDTH - 120])

@@ -25,9 +25,9 @@ from mmengine.logging import MMLogger
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from slab_det.common.errors import DataError
 from slab_det.preflight import check_data
 from slab_det.preflight.annotations import count_objects, read_coco
-from slab_det.runtime.errors import DataError
 
 
 @pytest.fixture

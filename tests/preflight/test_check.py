@@ -11,8 +11,8 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
+from slab_det.common.errors import ConfigError, DataError
 from slab_det.preflight import check_data, check_num_classes, set_data_root
-from slab_det.runtime.errors import ConfigError, DataError
 
 CLASSES = {'classes': ('cat', 'dog')}
 # A public name of the fixture's folder, which no config here names.

@@ -13,9 +13,9 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 from torch import nn
 
+from slab_det.common.errors import DataError
 from slab_det.data import SyntheticShapes
 from slab_det.preflight import check_class_order, check_data, check_num_classes
-from slab_det.runtime.errors import DataError
 
 CLASSES = SyntheticShapes.METAINFO['classes']
 SWAPPED = [dict(id=2, name='dog'), dict(id=1, name='cat')]

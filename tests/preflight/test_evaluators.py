@@ -10,8 +10,8 @@ from mmdet.evaluation import CocoMetric
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 
+from slab_det.common.errors import ConfigError, DataError
 from slab_det.preflight import check_data
-from slab_det.runtime.errors import ConfigError, DataError
 
 
 def fewer(start: int, end: int) -> dict:

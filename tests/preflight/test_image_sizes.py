@@ -11,8 +11,8 @@ import pytest
 from coco_files import SIZE, make_content, run_cfg, write_images, write_split
 from PIL import Image
 
+from slab_det.common.errors import DataError
 from slab_det.preflight import check_data, image_sizes
-from slab_det.runtime.errors import DataError
 
 TURNED = SIZE[::-1]
 

@@ -11,10 +11,10 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
+from slab_det.common.errors import DataError
 from slab_det.data import generate
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
-from slab_det.runtime.errors import DataError
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from mmengine.runner import CheckpointLoader
 from safetensors.torch import save, save_file
 
 from slab_det.checkpoints import load_pretrained
+from slab_det.common.errors import CheckpointError
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.checkpoint_files import safe_reading
-from slab_det.runtime.errors import CheckpointError
 
 
 def load_with_mmengine(path):

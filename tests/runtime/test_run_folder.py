@@ -22,9 +22,9 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import Dataset
 
+from slab_det.common.errors import CheckpointError
+from slab_det.common.files import check_writable, locked, whole_file
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
-from slab_det.runtime.errors import CheckpointError
-from slab_det.runtime.run_folder import check_writable, locked, whole_file
 
 
 class TinyModel(BaseModel):

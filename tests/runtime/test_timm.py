@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from slab_det.backbones import SLABPVT
 from slab_det.checkpoints import load_pretrained
-from slab_det.runtime.errors import CheckpointError
+from slab_det.common.errors import CheckpointError
 
 # pvt_v2_b0.
 CONFIG = dict(embed_dims=32, num_layers=(2, 2, 2, 2), **PVT_V2)

@@ -12,7 +12,7 @@ from conftest import CONFIGS, layer_norms, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
-from slab_det.absorption.absorb import LEAST_RETAINED_AP
+from slab_det.absorption.absorption import LEAST_RETAINED_AP
 from slab_det.absorption.images import Batches
 from slab_det.checkpoints import build_detector
 from slab_det.compare.detections import detect

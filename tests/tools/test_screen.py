@@ -9,7 +9,7 @@ from mmengine.runner import Runner
 from pycocotools.coco import COCO
 
 from slab_det.cli.screen import DUMPS, EVALUATION, build_runner
-from slab_det.runtime.errors import ConfigError
+from slab_det.common.errors import ConfigError
 
 
 @RUNNERS.register_module(force=True)

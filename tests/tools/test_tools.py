@@ -86,7 +86,7 @@ def test_fuse_writes_nothing_if_the_fused_model_differs(tmp_path: Path, checkpoi
     def fold_wrongly(layer: torch.nn.Module, scale: torch.Tensor, shift: torch.Tensor) -> None:
         fold_into_output(layer, scale * (1 + 1e-7), shift)
 
-    monkeypatch.setattr(slab_det.fusion.fuse, 'fold_into_output', fold_wrongly)
+    monkeypatch.setattr(slab_det.fusion.folding, 'fold_into_output', fold_wrongly)
     result = call('fuse.py', 'small.py', checkpoint, '--out', 'fused.pth', '--size', 65, 91, code=1)
     assert result.err.splitlines()[-1].startswith('error: the fused model differs from the unfused one')
     assert 'report this' in result.err

@@ -15,13 +15,13 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from slab_det.common.tensors import tensors_in
 from slab_det.families import Unsupported, require
 from slab_det.families.constants import used_constants
 from slab_det.families.masks import paste_masks
 from slab_det.inference.gpu import kernels, mask_kernels
 from slab_det.inference.gpu.box_kernels import FixedOperators
 from slab_det.inference.gpu.static import StaticDetector, measure_frame
-from slab_det.runtime.tensors import tensors_in
 
 # The most graphs that a GraphCache keeps, and the largest share of the GPU's memory that these graphs may take before
 # another is captured. The graphs of a cache share one memory pool, because they never run at the same time.

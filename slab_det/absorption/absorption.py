@@ -21,11 +21,11 @@ from slab_det.absorption.plan import make_plan
 from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
+from slab_det.common.copying import copy_module
+from slab_det.common.errors import ComparisonError, ConversionError
+from slab_det.common.modes import is_deployed, set_mode
 from slab_det.compare.detections import detect
 from slab_det.compare.ruler import retained_ap
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import ComparisonError, ConversionError
-from slab_det.runtime.modes import is_deployed, set_mode
 
 # Least share of the AP that the student of channels='auto' retains; with less, a warning is given.
 LEAST_RETAINED_AP = 0.99

@@ -11,9 +11,9 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from slab_det.checkpoints import build_detector
+from slab_det.common.config import to_values
+from slab_det.common.errors import ConfigError
 from slab_det.conversion.tune_config import write_tune_config
-from slab_det.runtime.config import to_values
-from slab_det.runtime.errors import ConfigError
 from slab_det.runtime.registries import REGISTRIES
 from slab_det.runtime.run_folder import save_with_config, write_config
 

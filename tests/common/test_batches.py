@@ -11,9 +11,9 @@ from conftest import SMALL_SWIN, as_trained, differing
 from mmdet.registry import MODELS
 
 import slab_det
+from slab_det.common.errors import CheckpointError, DataError, SlabDetError
 from slab_det.compare.detections import detect
 from slab_det.fusion import verify_fusion
-from slab_det.runtime.errors import CheckpointError, DataError, SlabDetError
 
 IMAGE = torch.zeros(1, 3, 64, 64)
 CASES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slab_det.runtime.errors import ConfigError, config_errors
+from slab_det.common.errors import ConfigError, config_errors
 
 
 def test_an_error_without_text_names_the_line_that_raised_it():

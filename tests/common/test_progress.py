@@ -5,7 +5,7 @@ import io
 import pytest
 import tqdm.std
 
-from slab_det.runtime.progress import Progress
+from slab_det.common.progress import Progress
 
 
 class Terminal(io.StringIO):

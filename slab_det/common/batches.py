@@ -12,7 +12,7 @@ from mmdet.structures import DetDataSample
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from slab_det.runtime.errors import DataError
+from slab_det.common.errors import DataError
 
 
 def check_batches(model: nn.Module, batches: object) -> None:

@@ -16,8 +16,8 @@ from mmcv.transforms import LoadImageFromFile
 from mmengine.config import Config
 from mmengine.dataset import Compose
 
-from slab_det.runtime.config import type_name, walk_datasets
-from slab_det.runtime.errors import DataError, describe_reason
+from slab_det.common.config import type_name, walk_datasets
+from slab_det.common.errors import DataError, describe_reason
 
 Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
 

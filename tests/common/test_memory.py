@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from slab_det.runtime import memory
+from slab_det.common import memory
 
 # Loads the file alone, without slab_det, which takes seconds. A block of 64 MB is freed: is it still resident?
 PROGRAM = """

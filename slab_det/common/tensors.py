@@ -8,7 +8,7 @@ import torch
 from mmengine.utils import apply_to
 from torch import Tensor, nn
 
-from slab_det.runtime.errors import SlabDetError, name_some
+from slab_det.common.errors import SlabDetError, name_some
 from slab_det.runtimes import precisions
 
 # The precisions in which PyTorch runs a detector, but for float32.

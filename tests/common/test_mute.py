@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from mmengine.logging import MMLogger
 
-from slab_det.runtime.mute import mute_log, mute_stdout
+from slab_det.common.mute import mute_log, mute_stdout
 
 
 def in_another_thread(call: object, *args: object) -> None:

@@ -10,7 +10,7 @@ from mmengine.dist import all_gather_object, broadcast_object_list, get_world_si
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from torch import nn
 
-from slab_det.runtime.errors import RankError
+from slab_det.common.errors import RankError
 
 T = TypeVar('T')
 

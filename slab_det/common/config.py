@@ -8,12 +8,13 @@ from contextlib import suppress
 from importlib import import_module
 from types import FunctionType
 
+import mmengine.registry
 from mmengine.config import Config, ConfigDict
 from mmengine.config.lazy import LazyAttr, LazyObject
+from mmengine.registry import Registry
 from mmengine.utils import get_object_from_string
 
-from slab_det.runtime.errors import ConfigError
-from slab_det.runtime.registries import find_name
+from slab_det.common.errors import ConfigError
 
 # Arguments of FusedDetector other than its model and the changes to it.
 FUSED_KEYS = ('type', 'folds', 'channels')
@@ -125,3 +126,25 @@ def add_imports(cfg: dict, *modules: str) -> None:
     imports = cfg.get('custom_imports', {}).get('imports', [])
     imports = [imports] if isinstance(imports, str) else imports
     cfg['custom_imports'] = dict(imports=list(dict.fromkeys([*modules, *imports])), allow_failed_imports=False)
+
+
+def find_name(kind: Callable, scope: str) -> str | None:
+    """The name by which configs find a registered class or function, with its scope in front if ``scope`` needs it.
+
+    Args:
+        kind: The class or function.
+        scope: The ``default_scope`` of the config.
+
+    Returns:
+        The name; None if nobody registered it.
+    """
+    found = None
+    for root in vars(mmengine.registry).values():
+        for registry in (root, *root._children.values()) if isinstance(root, Registry) else ():
+            for name, registered in registry._module_dict.items():
+                if registered is kind:
+                    nearest = root._children.get(scope, root)._module_dict.get(name) or root._module_dict.get(name)
+                    if nearest is kind:
+                        return name
+                    found = f'{registry.scope}.{name}'
+    return found

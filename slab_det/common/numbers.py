@@ -7,8 +7,8 @@ from numbers import Integral
 
 import PIL.Image
 
+from slab_det.common.errors import SlabDetError
 from slab_det.machine import MACHINE
-from slab_det.runtime.errors import SlabDetError
 
 
 def check_size(size: Sequence[int], error: type[SlabDetError] = SlabDetError) -> None:

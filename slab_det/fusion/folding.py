@@ -12,13 +12,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.backbones.adopt import adopt, why_not_adopted
 from slab_det.checkpoints import check_state_dict
+from slab_det.common.copying import copy_module
+from slab_det.common.errors import SlabDetError, name_some
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.fusion_report import FusionReport, NormFusion
 from slab_det.fusion.mmdet_rules import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
 from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, find_hooks, find_rule
-from slab_det.runtime.copying import copy_module
-from slab_det.runtime.errors import SlabDetError, name_some
 
 LIBRARY_RULES.update(timm='slab_det.fusion.timm_rules', mmpretrain='slab_det.fusion.mmpretrain_rules')
 # Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import slab_det
-from slab_det.runtime.record import (
+from slab_det.common.record import (
     NOT_RECORDED,
     SCHEMA,
     Record,

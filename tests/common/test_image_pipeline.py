@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from slab_det.runtime.errors import DataError
-from slab_det.runtime.pipeline import ImagePipeline
+from slab_det.common.errors import DataError
+from slab_det.common.pipeline import ImagePipeline
 
 STEPS = [
     dict(type='LoadImageFromFile'),

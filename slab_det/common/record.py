@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from slab_det.common.files import whole_file
 from slab_det.machine import MACHINE, read_cpuinfo
-from slab_det.runtime.run_folder import whole_file
 
 # Of every record in a file.
 SCHEMA = 1
