@@ -60,7 +60,8 @@ class BlockSurvey(Survey):
     def __init__(self, plan: AbsorptionPlan) -> None:
         self.counts: Mapping[str, int] | None = None
         super().__init__(plan)
-        self.prices = {name: prices for name, prices in self.prices.items() if name.startswith('backbone.')}
+        self.estimates = {name: found for name, found in self.estimates.items() if name.startswith('backbone.')}
+        self.families = {family: self.families[family] for family in ('attention', 'FFN')}
         self.layers = {layer: value for layer, value in self.layers.items() if layer.startswith('backbone.')}
         self.total = sum(cost for cost, _ in self.layers.values())
 

@@ -100,9 +100,9 @@ def measure(args: argparse.Namespace) -> None:
             add(name, lambda: make_student(plan, counts, Path(folder), progress=False))
 
         for family, parts in FAMILIES.items():
-            units = {name: unit.counts for name, unit in survey.prices.items() if any(part in name for part in parts)}
+            units = [found for name, found in survey.estimates.items() if any(part in name for part in parts)]
             for share in SHARES if units else ():
-                counts = {name: nearest(found, share * found[0]) for name, found in units.items()}
+                counts = {found.unit.name: nearest(found.counts, share * found.unit.count) for found in units}
                 add_student(f'{family}, {share:g} of the channels', counts)
         for share in EVERYWHERE:
             if share > survey.least_share():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Collection, Iterable
 from numbers import Real
 from pathlib import Path
 
@@ -16,7 +14,8 @@ from mmengine.model import is_model_wrapper
 from torch import nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
-from slab_det.absorption.images import HELD_OUT, Images, read_images
+from slab_det.absorption.images import read_images
+from slab_det.absorption.judge import Judge
 from slab_det.absorption.plan import make_plan
 from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
@@ -24,13 +23,9 @@ from slab_det.backbones.adopt import adopt
 from slab_det.common.copying import copy_module
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.modes import is_deployed, set_mode
-from slab_det.compare.detections import detect
-from slab_det.compare.ruler import retained_ap
 
 # Least share of the AP that the student of channels='auto' retains; with less, a warning is given.
 LEAST_RETAINED_AP = 0.99
-# Batches that students are fitted on in the search for a share. The student that is returned is fitted on all.
-SEARCH = 40
 
 
 def absorb(
@@ -110,8 +105,8 @@ def absorb(
         set_mode(model, False)
         stored = read_images(model, images, Path(folder), heads=channels != 1)
         plan = make_plan(model, stored, channels != 1, norms, int8)
-        judge = _compare_to(model, stored) if compare or channels == 'auto' else None
-        if judge is None and channels == 'auto':
+        judge = Judge(model, stored)
+        if channels == 'auto' and not judge.can_compare:
             raise ConversionError(
                 "channels='auto' compares detections: give a detector (not in float64), or a number: channels=0.5 for "
                 'half of the multiply-adds, channels=1 for all'
@@ -120,14 +115,11 @@ def absorb(
         counts, survey = {}, None
         if channels != 1:
             survey = Survey(plan)
-            if channels == 'auto':
-                keeping = plan if norms == 'keep' else make_plan(model, stored, True, 'keep', int8)
-                quick = partial(make_student, keeping.shorten(SEARCH), work_dir=work_dir, progress=False)
-                channels = find_least_share(survey, quick, judge, progress)
-            counts = survey.choose(channels)
+            survey.measure_prices(judge, work_dir, progress)
+            counts = survey.choose(find_least_share(survey, judge, progress) if channels == 'auto' else channels)
         student = make_student(plan, counts, work_dir, progress)
-        if judge is not None:
-            judge(student)
+        if compare:
+            judge.describe(student, student.absorption_report)
         if survey is not None:
             report = student.absorption_report
             report.multiply_adds = survey.total, survey.count(student)
@@ -151,57 +143,32 @@ def _check_norms(norms: object) -> str | Collection[str]:
     return norms if norms in ('keep', 'remove') else names
 
 
-def _compare_to(teacher: nn.Module, images: Images) -> Callable[[nn.Module], None] | None:
-    """Returns a function that adds a student's retained AP to its report; None if detections cannot be compared."""
-    # mmdet pastes masks only in float32.
-    if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
-        return None
-    try:
-        reference = detect(teacher, images.held_out)
-    except ComparisonError:
-        return None
-    truth = detect(teacher, images.held_out, mirrored=True)
+def find_least_share(survey: Survey, judge: Judge, progress: bool) -> float:
+    """Returns the least share of multiply-adds with which a draft retains the teacher's AP, found by bisection.
 
-    def compare(student: nn.Module) -> None:
-        report = student.absorption_report
-        report.held_out = images.count >= HELD_OUT
-        report.num_images, report.num_detections = len(reference), sum(len(found.scores) for found in reference)
-        with suppress(ComparisonError):  # the teacher finds nothing, or nothing again
-            found = retained_ap(truth, reference, detect(student, images.held_out))
-            report.retained_ap = found.value
-            report.retained_ap_error = found.error if math.isfinite(found.error) else None
-
-    return compare
-
-
-def find_least_share(
-    survey: Survey, make: Callable[[Mapping[str, int]], nn.Module], compare: Callable[[nn.Module], None], progress: bool
-) -> float:
-    """Returns the least share of multiply-adds with which a student retains the teacher's AP, found by bisection.
+    The student with the channels of the draft retains more: its fits correct errors of the layers before.
 
     Args:
-        survey: Chooses the channels for a share.
-        make: Makes a student that keeps all norms and these numbers of channels.
-        compare: Adds a student's retained AP to its report.
-        progress: Print the retained AP of each student.
+        survey: Chooses the channels for a share, and makes drafts.
+        judge: Compares drafts with the teacher.
+        progress: Print the retained AP of each draft.
 
     Raises:
         ConversionError: If the teacher finds nothing that it finds again in mirrored images.
     """
-    # Shares of 1 / 32. Invariant: no channel has to go for ``high``, and a student with ``high`` retains enough.
+    # Shares of 1 / 32. Invariant: no channel has to go for ``high``, or a draft with ``high`` retains enough.
     low, high = math.ceil(32 * survey.least_share()) - 1, 32
     while high - low > 1:
         middle = (low + high) // 2
-        student = make(survey.choose(middle / 32))
-        compare(student)
-        found = student.absorption_report.retained_ap
-        if found is None:
+        try:
+            found = judge.measure(survey.draft(survey.choose(middle / 32))).value
+        except ComparisonError as error:
             raise ConversionError(
-                "channels='auto': the teacher finds nothing in the held-out images that it finds again in the "
-                'mirrored images, so nothing shows what a student loses; give images of its objects, or channels=0.5'
-            )
+                "channels='auto': the teacher finds nothing in the images that it finds again in the mirrored images, "
+                'so nothing shows what a student loses; give images of its objects, or channels=0.5'
+            ) from error
         if progress:
-            print(f'{middle / 32:.2f} of the multiply-adds left: {found:.1%} of the AP retained')
+            print(f'{middle / 32:.2f} of the multiply-adds left: {found:.1%} of the AP retained in a draft')
         low, high = (low, middle) if found >= LEAST_RETAINED_AP else (middle, high)
     return high / 32
 

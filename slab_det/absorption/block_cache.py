@@ -36,7 +36,8 @@ class BlockCache:
 
     def __init__(self, plan: AbsorptionPlan, counts: Mapping[str, int], folder: Path) -> None:
         self.plan, self.files = plan, {}
-        digest = _digest(plan)
+        digest = teacher_digest(plan)
+        digest.update(repr((plan.fusions, plan.int8)).encode())
         for block, steps in plan.blocks.items():
             digest.update(repr((block, [(step.unit, counts.get(step.unit)) for step in steps])).encode())
             self.files[block] = folder / f'absorb_{digest.hexdigest()[:16]}.pth'
@@ -71,11 +72,11 @@ class BlockCache:
         AtomicLocalBackend().put(buffer.getvalue(), self.files[block])
 
 
-def _digest(plan: AbsorptionPlan) -> hashlib._Hash:
-    """Digest of all that determines a fit: images, the teacher's weights and settings, the plan and the code."""
+def teacher_digest(plan: AbsorptionPlan) -> hashlib._Hash:
+    """Digest of what all fits have in common: the images, the teacher's weights and settings, and the code."""
     digest = plan.images.digest.copy()
-    settings = plan.images.count, plan.fusions, plan.int8, plan.blocks, _settings(plan.model)
-    digest.update(repr((*settings, describe_environment()['versions'])).encode())
+    settings = plan.images.count, _settings(plan.model), describe_environment()['versions']
+    digest.update(repr(settings).encode())
     digest.update(_source_digest(Path(slab_det.__file__).parent))
     for name, value in plan.model.state_dict().items():
         digest.update(f'{name} {value.dtype} {tuple(value.shape)}'.encode() + to_bytes(value))

@@ -33,16 +33,6 @@ WHOLE = -1
 STRIDE = 32
 
 
-class Batches(list):
-    """A list of batches from one pass over a data loader, since a second pass may draw other images.
-
-    Attributes:
-        dataset: The dataset of the loader, or None; it decides how batches are prepared.
-    """
-
-    dataset: object = None
-
-
 class Images(NamedTuple):
     """The images of an absorption.
 
@@ -50,14 +40,14 @@ class Images(NamedTuple):
         store: The image tensor of each batch, by the index of the batch: of a large image a crop. ``WHOLE`` is the
             index of the first batch without a crop, on which multiply-adds are counted.
         count: Number of batches.
-        held_out: Every fifth batch, as the loader yielded it; all batches where there are fewer than five.
+        samples: For each batch, by its index, the data samples of its images as the store holds them.
         digest: Digest of the image tensors.
         regions: The regions of each batch at which heads run, by its index; empty if they are not needed.
     """
 
     store: TensorStore
     count: int
-    held_out: Batches
+    samples: dict[int, list[DetDataSample]]
     digest: hashlib._Hash
     regions: dict[int, Regions]
 
@@ -80,8 +70,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
         ConversionError: If there is no batch.
     """
     store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
-    first, held_out, regions = [], Batches(), {}
-    held_out.dataset = getattr(batches, 'dataset', None)
+    stored, regions = {}, {}
     prepare, grid = prepare_inputs(model, batches), _crop_grid(model)
     number = len(batches) if isinstance(batches, Sized) else 100
     family = find_absorbed(model) if heads else None
@@ -97,21 +86,23 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
         if family:
             regions[index] = family.find_regions(model, inputs, samples, min(1.0, share))
         store.put(str(index), inputs)
+        stored[index] = [_sample_like(sample) for sample in samples or ()]
         digest.update(to_bytes(inputs))
         count = index + 1
-        if is_held_out(index):
-            held_out.append(batch)
-        elif index < HELD_OUT:
-            first.append(batch)
     if not count:
         raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
-    if not held_out:
-        held_out.extend(first)
+    if count < HELD_OUT:
         MMLogger.get_current_instance().warning(
             f'{count} batches: none is held out, so losses and errors are measured on images that were fitted; '
             f'give at least {HELD_OUT} batches: a smaller batch size or more images'
         )
-    return Images(store, count, held_out, digest, regions)
+    return Images(store, count, stored, digest, regions)
+
+
+def _sample_like(sample: DetDataSample) -> DetDataSample:
+    """The sample of an image whose objects are wanted where they lie in the input, without annotations."""
+    shape = dict(ori_shape=sample.img_shape, scale_factor=(1.0, 1.0)) if 'img_shape' in sample else {}
+    return DetDataSample(metainfo={**sample.metainfo, **shape})
 
 
 def _crop_grid(model: nn.Module) -> int:

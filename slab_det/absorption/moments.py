@@ -119,10 +119,10 @@ class CrossMoments:
             other.yy = self.yy + (2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1))
         return other
 
-    def with_target(self, weight: Tensor) -> CrossMoments:
-        """Returns the sums for the target ``weight x``, weight (C_y, C_x)."""
+    def with_target(self, weight: Tensor, bias: Tensor | float = 0.0) -> CrossMoments:
+        """Returns the sums for the target ``weight x + bias``, weight (C_y, C_x), bias (C_y,)."""
         other = copy(self)
-        other.mean_y, other.xy = weight @ self.mean_x, self.xx @ weight.T
+        other.mean_y, other.xy = weight @ self.mean_x + bias, self.xx @ weight.T
         other.yy = ((weight @ self.xx) * weight).sum(1)
         return other
 

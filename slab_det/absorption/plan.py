@@ -66,10 +66,6 @@ class AbsorptionPlan:
                 apply_fold(model, fusion)
         return model
 
-    def shorten(self, count: int) -> AbsorptionPlan:
-        """Returns the plan with only the first ``count`` batches, if there are more."""
-        return replace(self, images=self.images._replace(count=min(count, self.images.count)))
-
 
 def make_plan(
     model: nn.Module, images: Images, channels: bool, norms: str | Collection[str], int8: bool = False

@@ -41,7 +41,9 @@ def refit(layer: nn.Linear | nn.Conv2d, moments: Split) -> float:
 
 
 @torch.no_grad()
-def prune_and_refit(model: nn.Module, unit: ChannelUnit, kept: int, moments: Sequence[Split]) -> float:
+def prune_and_refit(
+    model: nn.Module, unit: ChannelUnit, kept: int, moments: Sequence[Split], order: Tensor | None = None
+) -> float:
     """Removes hidden channels and refits the layers that read them.
 
     Args:
@@ -49,6 +51,7 @@ def prune_and_refit(model: nn.Module, unit: ChannelUnit, kept: int, moments: Seq
         unit: The channels.
         kept: Number of channels to leave.
         moments: Of the channels and the readers' outputs, for the readers of each level.
+        order: The order in which channels go; by default that of :func:`rank_channels`.
 
     Returns:
         The squared error over the variance of the targets, the mean over levels.
@@ -59,8 +62,9 @@ def prune_and_refit(model: nn.Module, unit: ChannelUnit, kept: int, moments: Seq
         _Level([*map(model.get_submodule, names)], part, apart)
         for names, part in zip(unit.readers_of_levels, moments, strict=True)
     ]
-    joint = join_channels([level.moments.fitted for level in levels], unit.count)
-    order, _ = rank_channels(joint, unit.heads, len(joint.xx) // unit.count * unit.group)
+    if order is None:
+        joint = join_channels([level.moments.fitted for level in levels], unit.count)
+        order, _ = rank_channels(joint, unit.heads, len(joint.xx) // unit.count * unit.group)
     stay = columns_of(order[-kept // unit.group :].sort().values, unit.group)
     fits = [level.fit(columns_of(stay, level.weight.shape[1] // unit.count)) for level in levels]
     keep_channels(model, unit, stay)

@@ -185,9 +185,13 @@ class MapStep(Step):
 class MapReaderStep(Step):
     """Fits a layer of a head that reads pruned maps, so that its output approaches the teacher's."""
 
+    def can_fit(self, model: nn.Module) -> bool:
+        """Whether the sums of the layer's inputs fit into memory."""
+        return model.get_submodule(self.name).weight[0].numel() <= MAX_COLUMNS
+
     def fit(self, pair: Pair) -> None:
         layer, moments = pair.model.get_submodule(self.name), pair.empty_moments()
-        if all(pruned.unit != self.unit for pruned in pair.report.pruned) or layer.weight[0].numel() > MAX_COLUMNS:
+        if all(pruned.unit != self.unit for pruned in pair.report.pruned) or not self.can_fit(pair.model):
             return
         for batch in pair.batches():
             (targets,) = pair.run_teachers_head(batch, [Probe(self.name, 'output')])

@@ -2,57 +2,94 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter, defaultdict
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from slab_det.absorption.block_cache import teacher_digest
+from slab_det.absorption.draft import make_draft, with_outputs
 from slab_det.absorption.elimination import join_channels, lost_logits, rank_channels
-from slab_det.absorption.images import WHOLE, is_held_out
+from slab_det.absorption.images import HELD_OUT, WHOLE
+from slab_det.absorption.judge import Judge
 from slab_det.absorption.maps import rank_maps, sensitivity
-from slab_det.absorption.moments import CrossMoments
+from slab_det.absorption.observed import Observed, observe
 from slab_det.absorption.plan import AbsorptionPlan
-from slab_det.absorption.steps import HeadStep, MapStep, RankStep, WriterStep
-from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
-from slab_det.absorption.walk import Probe, register_probe
-from slab_det.common.errors import ConversionError
-from slab_det.common.tensors import tensors_in
-from slab_det.fusion.channels import ChannelUnit, find_channels, input_weight, output_parameters
+from slab_det.common.errors import ComparisonError, ConversionError
+from slab_det.common.files import whole_file
+from slab_det.common.progress import Progress
+from slab_det.compare.ruler import FEW_DETECTIONS
+from slab_det.fusion.channels import ChannelUnit, find_channels, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 
-# Most batches on which losses are estimated.
-SURVEY = 64
+# Shares of a family's multiply-adds that its drafts have lost, where prices are measured.
+PRICED = (0.9, 0.6)
+# A family that loses less AP at the first share needs no second one.
+CHEAP = 0.005
 
 
 @dataclass
-class Prices:
-    """What the channels of a unit cost.
+class Estimates:
+    """What the channels of a unit are estimated to cost.
 
     Attributes:
         unit: The unit.
         counts: The numbers of channels that may stay, from all of them down.
         losses: Estimated loss for each of them, 0 for all channels: the variance of the error in the residual stream,
             or of a head's outputs, over the variance of the stream or of the outputs.
+        order: The order in which the channels go.
     """
 
     unit: ChannelUnit
     counts: list[int]
     losses: list[float]
+    order: Tensor
+
+
+@dataclass(frozen=True)
+class Price:
+    """What the channels of a family cost: the share of the AP, for the sum of the family's estimated losses.
+
+    Attributes:
+        points: (estimate, share of the AP) of drafts; by default, a share is what was estimated.
+    """
+
+    points: Sequence[tuple[float, float]] = ((1.0, 1.0),)
+
+    @cached_property
+    def corners(self) -> list[tuple[float, float]]:
+        """The corners of the largest convex function that is 0 at 0 and nowhere above the points."""
+        corners = [(0.0, 0.0)]
+        while ahead := [point for point in self.points if point[0] > corners[-1][0]]:
+            x, y = corners[-1]
+            corners.append(min(ahead, key=lambda point: ((point[1] - y) / (point[0] - x), -point[0])))
+        return corners
+
+    def __call__(self, estimate: float) -> float:
+        """That function; beyond the last corner it goes on straight."""
+        lines = (
+            y + (estimate - x) * (next_y - y) / (next_x - x) for (x, y), (next_x, next_y) in pairwise(self.corners)
+        )
+        return max(lines, default=0.0)
 
 
 class Survey:
     """The units of a detector, the losses they would bring, and the multiply-adds of the layers.
 
     Attributes:
-        prices: Of each unit, by its name.
+        observed: What the teacher computes around each unit, by its name.
+        estimates: Of each unit, by its name.
+        prices: Of each family of units, by its name.
         total: Multiply-adds of the first batch, whole, in the backbone, the neck and the heads that absorption runs.
         unknown: Names of the units that too few tokens of the images reach, so that all of their channels stay.
         layers: For each layer that reads or writes hidden channels: its multiply-adds, and the names of the units that
@@ -65,23 +102,69 @@ class Survey:
             self.total = self.count(model)
         reached = {step.unit for step in plan.steps}
         units = {name: unit for name, unit in find_channels(model).items() if name in reached and not unit.reason}
-        observed = observe(plan, model, units)
-        losses = {name: estimate_losses(model, unit, observed[name]) for name, unit in units.items()}
-        self.prices = {
-            name: Prices(unit, possible_counts(unit), losses[name]) for name, unit in units.items() if losses[name]
-        }
-        self.unknown = [name for name in units if not losses[name]]
+        self.observed = observe(plan, model, units)
+        found = {name: estimate_losses(model, unit, self.observed[name]) for name, unit in units.items()}
+        self.estimates = {name: estimates for name, estimates in found.items() if estimates}
+        self.unknown = [name for name in units if name not in self.estimates]
+        self.families: dict[str, list[str]] = defaultdict(list)
+        for name, estimates in self.estimates.items():
+            self.families[find_family(estimates.unit)].append(name)
+        self.prices = dict.fromkeys(self.families, Price())
         self.layers: dict[str, tuple[float, list[str]]] = {}
-        for name, prices in self.prices.items():
-            for layer in (*prices.unit.writers, *prices.unit.between, *prices.unit.readers):
+        for name, estimates in self.estimates.items():
+            unit = estimates.unit
+            for layer in (*unit.writers, *unit.between, *unit.readers):
                 cost, names = self.layers.setdefault(layer, (costs.of(model.get_submodule(layer)), []))
                 names.append(name)
+
+    def measure_prices(self, judge: Judge, work_dir: Path, progress: bool) -> None:
+        """Measures the price of each family on drafts that lose channels of this family alone.
+
+        Within a family the estimates order the channels well, but an estimated loss of a mask head costs ten times the
+        AP of the same loss in an RPN. Prices are kept in a file of ``work_dir``. Without detections enough to tell, the
+        estimates stay the prices.
+        """
+        file = work_dir / f'prices_{teacher_digest(self.plan).hexdigest()[:16]}.json'
+        if not file.exists():
+            found = {}
+            try:
+                if judge.images.count < HELD_OUT or sum(len(each.scores) for each in judge.found) < FEW_DETECTIONS:
+                    return
+                for family, names in Progress(self.families.items(), 'Prices of channels', disable=not progress):
+                    found[family] = self._measure_price(judge, names)
+            except ComparisonError:
+                # There are no detections, or none in the mirrored images.
+                return
+            with whole_file(file) as path:
+                path.write_text(json.dumps(found))
+        for family, points in json.loads(file.read_text()).items():
+            self.prices[family] = Price(points)
+
+    def _measure_price(self, judge: Judge, names: Sequence[str]) -> list[tuple[float, float]]:
+        least, points = self.multiply_adds({name: self.estimates[name].counts[-1] for name in names}), []
+        for share in PRICED:
+            counts = self._remove(self.total - share * (self.total - least), names)
+            retained = judge.measure(self.draft(counts))
+            # What chance may hide counts too.
+            points.append((self._estimate(counts), max(0.0, 1 - retained.value) + retained.error))
+            if points[0][1] < CHEAP:
+                break
+        return points
+
+    def _estimate(self, counts: Mapping[str, int]) -> float:
+        found = (self.estimates[name] for name in counts)
+        return sum(each.losses[each.counts.index(counts[each.unit.name])] for each in found)
+
+    def draft(self, counts: Mapping[str, int]) -> nn.Module:
+        """A student with these numbers of channels and all norms; see :func:`make_draft`."""
+        orders = {name: self.estimates[name].order for name in counts}
+        return make_draft(self.plan.copy_teacher(), counts, self.observed, orders)
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
         """The multiply-adds with these numbers of channels, of the whole detector or of some layers."""
 
         def share(name: str) -> float:
-            unit = self.prices[name].unit
+            unit = self.estimates[name].unit
             return counts.get(name, unit.count) / unit.count
 
         parts = {layer: self.layers[layer] for layer in layers or self.layers}
@@ -91,33 +174,42 @@ class Survey:
     def choose(self, share: float) -> dict[str, int]:
         """The numbers of channels to leave, by unit, so that this share of the multiply-adds is left.
 
-        One after another, the channels go that have the least estimated loss for each multiply-add that they save.
+        One after another, the channels go that cost least for each multiply-add that they save.
 
         Raises:
             ConversionError: If more multiply-adds are left with the fewest channels everywhere.
         """
-        at, counts = dict.fromkeys(self.prices, 0), {}
-        layers = {name: [layer for layer, (_, names) in self.layers.items() if name in names] for name in self.prices}
+        if share < self.least_share():
+            raise ConversionError(
+                f'channels={share:g}: with the fewest channels everywhere {self.least_share():.2f} of the '
+                'multiply-adds are left; give a larger share'
+            )
+        return self._remove(share * self.total, [*self.estimates])
+
+    def _remove(self, most: float, names: Sequence[str]) -> dict[str, int]:
+        """The numbers of channels to leave in some units, so that at most ``most`` multiply-adds are left."""
+        at, counts, spent = dict.fromkeys(names, 0), {}, dict.fromkeys(self.families, 0.0)
+        layers = {name: [layer for layer, (_, found) in self.layers.items() if name in found] for name in names}
+        family_of = {name: family for family, found in self.families.items() for name in found}
         left = float(self.total)
-        while left > share * self.total:
+        while left > most:
             best = None
-            for name, prices in self.prices.items():
-                fewer = at[name] + 1
-                if fewer == len(prices.counts):
+            for name in names:
+                found, family, fewer = self.estimates[name], family_of[name], at[name] + 1
+                if fewer == len(found.counts):
                     continue
                 before = self.multiply_adds(counts, layers[name])
-                saved = before - self.multiply_adds({**counts, name: prices.counts[fewer]}, layers[name])
-                price = (prices.losses[fewer] - prices.losses[at[name]]) / max(saved, 1.0)
-                if best is None or price < best[0]:
-                    best = price, name, saved
+                saved = before - self.multiply_adds({**counts, name: found.counts[fewer]}, layers[name])
+                estimate = spent[family] + found.losses[fewer] - found.losses[at[name]]
+                price = self.prices[family]
+                cost = (price(estimate) - price(spent[family])) / max(saved, 1.0)
+                if best is None or cost < best[0]:
+                    best = cost, name, saved, estimate
             if best is None:
-                raise ConversionError(
-                    f'channels={share:g}: with the fewest channels everywhere {left / self.total:.2f} of the '
-                    'multiply-adds are left; give a larger share'
-                )
-            _, name, saved = best
+                break
+            _, name, saved, spent[family_of[name]] = best
             at[name] += 1
-            counts[name] = self.prices[name].counts[at[name]]
+            counts[name] = self.estimates[name].counts[at[name]]
             left -= saved
         return counts
 
@@ -128,7 +220,16 @@ class Survey:
 
     def least_share(self) -> float:
         """The share of the multiply-adds that is left with the fewest channels everywhere."""
-        return self.multiply_adds({name: prices.counts[-1] for name, prices in self.prices.items()}) / self.total
+        return self.multiply_adds({name: found.counts[-1] for name, found in self.estimates.items()}) / self.total
+
+
+def find_family(unit: ChannelUnit) -> str:
+    """The family of a unit: 'FFN' or 'attention' of a backbone, 'neck', or the name of a head, without a number."""
+    if unit.maps:
+        return 'neck'
+    if unit.name.startswith('backbone.'):
+        return 'attention' if unit.tokens else 'FFN'
+    return re.sub(r'\.\d+$', '', unit.owner)
 
 
 def possible_counts(unit: ChannelUnit) -> list[int]:
@@ -166,108 +267,34 @@ class LayerCosts(TorchFunctionMode):
         return out
 
 
-class Observed:
-    """Sums over what the teacher computes around a unit.
-
-    Attributes:
-        channels: The channels as x, as the readers of each level read them; of a neck's maps, of all levels together.
-        stream: The residual stream behind the readers as y; empty in neck and heads.
-        queries, keys: In an attention, the tokens that queries and keys come from as x.
-    """
-
-    def __init__(self, unit: ChannelUnit) -> None:
-        self.channels = [CrossMoments() for _ in unit.readers_of_levels]
-        self.stream, self.queries, self.keys = (CrossMoments() for _ in range(3))
-
-
 @torch.no_grad()
-def observe(plan: AbsorptionPlan, model: nn.Module, units: Mapping[str, ChannelUnit]) -> dict[str, Observed]:
-    """Runs a copy of the teacher on batches to fit, and returns what it computes around each unit, by name."""
-    observed = {name: Observed(unit) for name, unit in units.items()}
-    # How often each sum was added to in a forward.
-    calls: Counter[CrossMoments] = Counter()
-
-    def see(value: object, moments: CrossMoments, is_stream: bool) -> None:
-        calls[moments] += 1
-        # A dropout has two calls in an FFN.
-        if calls[moments] > 1:
-            return
-        x = tensors_in(value)[0]
-        # A convolution in an FFN has kernel 1 and reads a map or tokens.
-        (tokens,) = sample_tokens(x.flatten(2).transpose(1, 2) if x.ndim == 4 else x)
-        # Only the variance of the stream is needed.
-        moments.add(*(tokens[:, :1], tokens) if is_stream else (tokens,))
-
-    def see_map(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, level: int) -> None:
-        weight = output_tokens(plan.images.regions[batch].weights[level])
-        moments.add(output_tokens(output), weight=weight)
-
-    def see_reader(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, head: str, level: int) -> None:
-        weight = plan.images.regions[batch].position_weights(head, level + calls[moments])
-        calls[moments] += 1
-        weight = None if weight is None else output_tokens(weight)
-        moments.add(input_tokens(layer, args[0], output), weight=weight)
-
-    with ExitStack() as stack:
-
-        def hook(layer: str, look: Callable, **options: object) -> None:
-            handle = model.get_submodule(layer).register_forward_hook(partial(look, **options))
-            stack.callback(handle.remove)
-
-        def probe(at: Probe, moments: CrossMoments, is_stream: bool = False) -> None:
-            look = partial(see, moments=moments, is_stream=is_stream)
-            handle = register_probe(model.get_submodule(at.module), at.side, look)
-            stack.callback(handle.remove)
-
-        for step in (step for step in plan.steps if step.unit in units):
-            unit, found = units[step.unit], observed[step.unit]
-            if isinstance(step, WriterStep):
-                probe(step.source, found.channels[0])
-                probe(step.target, found.stream, is_stream=True)
-            elif isinstance(step, RankStep):
-                probe(step.source, found.queries)
-                probe(step.target, found.keys)
-            elif isinstance(step, MapStep):
-                for level, writer in enumerate(unit.writers):
-                    hook(writer, see_map, moments=found.channels[0], level=level)
-            elif isinstance(step, HeadStep):
-                for level, (reader, *_) in enumerate(unit.readers_of_levels):
-                    hook(reader, see_reader, moments=found.channels[level], head=unit.owner, level=level)
-        for batch in islice((i for i in range(plan.images.count) if not is_held_out(i)), SURVEY):
-            calls.clear()
-            plan.forward(model)(plan.images.store.get(str(batch)), batch)
-    return observed
-
-
-@torch.no_grad()
-def estimate_losses(model: nn.Module, unit: ChannelUnit, observed: Observed) -> list[float]:
-    """:attr:`Prices.losses`, each as if nothing else were removed; empty if too few tokens reach the unit."""
+def estimate_losses(model: nn.Module, unit: ChannelUnit, observed: Observed) -> Estimates | None:
+    """Estimates for a unit, each as if nothing else were removed; None if too few tokens reach the unit."""
     counts = possible_counts(unit)
     if unit.maps:
         (maps,) = observed.channels
         if maps.count < unit.count:
-            return []
-        _, added = rank_maps(maps, sensitivity(model, unit, maps))
-        return [0.0, *(float(added[unit.count - count - 1]) for count in counts[1:])]
-    weights = [
-        torch.cat([input_weight(model.get_submodule(name)) for name in names]).double()
-        for names in unit.readers_of_levels
-    ]
-    if any(part.count < weight.shape[1] for part, weight in zip(observed.channels, weights, strict=True)):
-        return []
+            return None
+        order, added = rank_maps(maps, sensitivity(model, unit, maps))
+        return Estimates(unit, counts, [0.0, *(float(added[unit.count - count - 1]) for count in counts[1:])], order)
+    if any(part.xx is None or part.count < len(part.xx) for part in observed.channels):
+        return None
     # The outputs of the readers, which are linear in the channels.
-    parts = [part.with_target(weight) for part, weight in zip(observed.channels, weights, strict=True)]
+    parts = [
+        with_outputs(part, [*map(model.get_submodule, names)])
+        for part, names in zip(observed.channels, unit.readers_of_levels, strict=True)
+    ]
     if observed.stream.count:
         scale = sum(observed.stream.variance() * part.count for part in parts)
     else:
         # Outputs of several layers, such as classes and boxes, have different scales.
         parts = [part.divide_target(part.yy.clamp(min=1e-300).sqrt()) for part in parts]
-        scale = sum(map(len, weights))
+        scale = sum(len(part.yy) for part in parts)
     joint = join_channels(parts, unit.count)
-    _, added = rank_channels(joint, unit.heads, len(joint.xx) // unit.count * unit.group)
+    order, added = rank_channels(joint, unit.heads, len(joint.xx) // unit.count * unit.group)
     losses = [0.0, *(float(added[(unit.count - count) // unit.group - 1]) / scale for count in counts[1:])]
     if not unit.tokens:
-        return losses
+        return Estimates(unit, counts, losses, order)
     (values,) = parts
     projection = output_parameters(model.get_submodule(unit.writers[0]))
     lost = lost_logits(observed.queries, observed.keys, *projection, unit.heads)
@@ -275,4 +302,5 @@ def estimate_losses(model: nn.Module, unit: ChannelUnit, observed: Observed) -> 
     squares = lost.clamp(min=0) * model.get_submodule(unit.owner).qk_scale ** 2
     errors = [float(squares[:, count // unit.heads].clamp(max=1.0).mean()) for count in counts[1:]]
     by_rank = (error * float(values.yy.sum()) / scale for error in errors)
-    return [0.0, *(loss + more for loss, more in zip(losses[1:], by_rank, strict=True))]
+    losses = [0.0, *(loss + more for loss, more in zip(losses[1:], by_rank, strict=True))]
+    return Estimates(unit, counts, losses, order)

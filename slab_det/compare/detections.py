@@ -47,7 +47,6 @@ class Detections:
         return Detections(self.scores, self.labels, np.stack([width - x - w, y, w, h], 1))
 
 
-@torch.no_grad()
 def detect(model: nn.Module, batches: Iterable, mirrored: bool = False) -> list[Detections]:
     """Runs a detector in eval mode and returns its detections.
 
@@ -62,10 +61,17 @@ def detect(model: nn.Module, batches: Iterable, mirrored: bool = False) -> list[
     Raises:
         ComparisonError: If there is no image, or ``model`` predicts no instances (such as a semantic segmentor).
     """
-    prepare, found = prepare_inputs(model, batches), []
+    return detect_prepared(model, map(prepare_inputs(model, batches), one_pass(batches)), mirrored)
+
+
+@torch.no_grad()
+def detect_prepared(
+    model: nn.Module, batches: Iterable[tuple[Tensor, list[DetDataSample]]], mirrored: bool = False
+) -> list[Detections]:
+    """:func:`detect` for images (B, 3, H, W) that are normalised and padded, with their data samples."""
+    found = []
     with evaluating(model):
-        for batch in one_pass(batches):
-            inputs, samples = prepare(batch)
+        for inputs, samples in batches:
             if mirrored:
                 inputs = mirror_images(inputs, [sample.img_shape for sample in samples])
             for sample in model(inputs, samples, mode='predict'):

@@ -13,7 +13,6 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from slab_det.absorption.absorption import LEAST_RETAINED_AP
-from slab_det.absorption.images import Batches
 from slab_det.checkpoints import build_detector
 from slab_det.compare.detections import detect
 from slab_det.compare.ruler import retained_ap
@@ -83,9 +82,7 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert all(norm['reason'] for norm in report['norms'] if norm['outcome'] == 'kept')
     assert student.dataset_meta == dict(classes=SyntheticShapes.METAINFO['classes'])
     loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
-    held_out = Batches([*loader][4::5])
-    held_out.dataset = loader.dataset
-    parts = detect(teacher, held_out, mirrored=True), *(detect(model, held_out) for model in (teacher, student))
+    parts = detect(teacher, loader, mirrored=True), *(detect(model, loader) for model in (teacher, student))
     value = retained_ap(*parts).value
     assert [row['retained_ap'] for row in report['rows'].values()] == [1.0, pytest.approx(value, abs=1e-3)]
     assert all(row['ap'].keys() == {'bbox'} for row in report['rows'].values())
@@ -151,18 +148,19 @@ def run_printed_command(printed: str, call) -> tuple[str, set[str]]:
     return tune, {key for key in losses if key.startswith('loss_')}
 
 
-def test_by_default_channels_go_while_student_and_teacher_agree(detector: Path, call) -> None:
+def test_by_default_channels_go_while_drafts_retain_the_ap(detector: Path, call) -> None:
     # The checkpoint has weights alone, so the class names come from the config.
     torch.save(torch.load(detector)['state_dict'], detector)
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'pruned.pth', *QUICK)
-    tried = re.findall(r'^(0.\d+) of the multiply-adds left: ([\d.]+)% of the AP retained$', result.out, re.MULTILINE)
+    tried = re.findall(
+        r'^(0.\d+) of the multiply-adds left: ([\d.]+)% of the AP retained in a draft$', result.out, re.MULTILINE
+    )
     assert tried and f'0 LayerNorms absorbed, {NORMS} kept' in result.out
     left = [float(share) for share, value in tried if float(value) >= 100 * LEAST_RETAINED_AP]
     if left:
         # Whole groups of channels go, so that less than the share may be left.
-        found = re.search(r'AP retained, .* images: ([\d.]+)%; (?s:.*)million left, (\d+)%', result.out)
-        value, share = found.groups()
-        assert int(share) / 100 <= min(left) and float(value) == float(dict(tried)[f'{min(left):.2f}']), result.out
+        (share,) = re.search(r'AP retained, .* images: [\d.]+%; (?s:.*)million left, (\d+)%', result.out).groups()
+        assert int(share) / 100 <= min(left), result.out
     else:
         assert 'no hidden channel was removed' in result.out + result.err
     pruned = build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth')
@@ -223,4 +221,4 @@ def test_a_broken_picture_is_named_and_the_others_are_absorbed_on(detector: Path
     result = call('absorb.py', 'small.py', detector, '--out', 'fused.pth', *options)
     assert '1 of 6 images cannot be used and are left out' in result.out + result.err
     assert f'{broken} cannot be read' in result.out + result.err
-    assert json.loads(Path('report.json').read_text())['num_images'] == 1, 'one of the five is held out'
+    assert json.loads(Path('report.json').read_text())['num_images'] == 5
