@@ -138,7 +138,7 @@ def _to_unfold_order(weights: Weights) -> Weights:
     """Reorders the last dimension of patch merging, 4 C channels, to the order of mmdet's unfold.
 
     Microsoft, SLAB and timm concatenate four slices of C channels, at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
-    unfold puts the four places of one channel next to each other, row by row.
+    unfold puts the four tokens of one channel next to each other, row by row.
     """
     native = dict(weights)
     for key, weight in weights.items():

@@ -50,9 +50,9 @@ class Objects(NamedTuple):
 
     Attributes:
         corners: (n, 4).
-        scores: (n,), ``EMPTY`` in empty places.
+        scores: (n,), ``EMPTY`` in empty slots.
         labels: (n,).
-        exact: Whether ``predict`` of the detector finds the same; None if the operators have no empty places.
+        exact: Whether ``predict`` of the detector finds the same; None if the operators have no empty slots.
         mask_logits: (n, 28, 28) of each stage, whose probabilities have a mean; none for a family without masks. With a
             ``mask_stride``, one tensor (n, h, w).
     """
@@ -216,25 +216,25 @@ class BoxFamily(Family):
         """Applies NMS per class to boxes (N, 4) with scores (N,), and returns the best boxes of all classes.
 
         Args:
-            scores: (N,), ``EMPTY`` in empty places.
+            scores: (N,), ``EMPTY`` in empty slots.
             corners: (N, 4).
-            label_of: Returns the labels of the boxes at these places.
+            label_of: Returns the labels of the boxes with these indices.
 
         Returns:
-            Corners, scores, labels, whether mmdet would return the same (see :class:`Objects`), and the places among
-            the N boxes.
+            Corners, scores, labels, whether mmdet would return the same (see :class:`Objects`), and the
+            indices among the N boxes.
         """
         cfg, operators = self.test_cfgs[-1], self.operators
-        corners, scores, place, stride, enough = operators.candidates(scores, corners)
-        label, limit, iou_threshold = label_of(place), cfg['max_per_img'], cfg['nms']['iou_threshold']
-        scores, index = operators.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
+        corners, scores, index, stride, enough = operators.candidates(scores, corners)
+        label, limit, iou_threshold = label_of(index), cfg['max_per_img'], cfg['nms']['iou_threshold']
+        scores, kept = operators.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
         if enough is not None:
             if limit == len(scores):
-                # If the candidates fill all places, worse boxes cannot change the result.
+                # If the candidates fill all slots, worse boxes cannot change the result.
                 enough = enough | (scores > EMPTY).all()
             # If any coordinate is NaN, mmcv suppresses no box.
             enough = enough & stride.isfinite()
-        return corners[index], scores, label[index], enough, place[index]
+        return corners[kept], scores, label[kept], enough, index[kept]
 
     @property
     def has_masks(self) -> bool:

@@ -62,8 +62,8 @@ class DeformableTransformer(BoxFamily):
     def _find_objects(self, logits: Tensor, boxes: Tensor, frame: Frame) -> Objects:
         """Chooses the best scores of all queries, from logits (Q, classes) and boxes (x, y, w, h), (Q, 4)."""
         classes = self.detector.bbox_head.num_classes
-        scores, place = logits.sigmoid().flatten().topk(self.test_cfgs[0].get('max_per_img', len(logits)))
-        query, label = torch.div(place, classes, rounding_mode='floor'), place % classes
+        scores, index = logits.sigmoid().flatten().topk(self.test_cfgs[0].get('max_per_img', len(logits)))
+        query, label = torch.div(index, classes, rounding_mode='floor'), index % classes
         corners = clip(bbox_cxcywh_to_xyxy(boxes[query]) * frame.limits, frame.limits)
         if frame.scale is not None:
             corners = corners / frame.scale

@@ -79,8 +79,8 @@ class MaskFormer(Family):
         """Chooses the best classes of all queries, as ``instance_postprocess``, which asks a GPU for each box."""
         fusion, limit = self.detector.panoptic_fusion_head, self.test_cfgs[0].get('max_per_image', 100)
         # Unsorted, as in mmdet.
-        scores, place = logits.softmax(-1)[:, :-1].flatten().topk(limit, sorted=False)
-        query, labels = torch.div(place, fusion.num_classes, rounding_mode='floor'), place % fusion.num_classes
+        scores, index = logits.softmax(-1)[:, :-1].flatten().topk(limit, sorted=False)
+        query, labels = torch.div(index, fusion.num_classes, rounding_mode='floor'), index % fusion.num_classes
         if fusion.num_things_classes < fusion.num_classes:
             is_thing = labels < fusion.num_things_classes
             scores, query, labels = scores[is_thing], query[is_thing], labels[is_thing]

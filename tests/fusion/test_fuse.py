@@ -201,7 +201,7 @@ def test_an_output_norm_becomes_affine_if_one_reader_cannot_take_it(build, backb
             r'stages\.1\.blocks\.0\.norm2: gamma = 0\.25.*finish',
         ),
         (lambda model: model.backbone.norm2.repbn.running_var.fill_(float('nan')), r'backbone\.norm2: .*not finite'),
-        (lambda model: setattr(model, 'extra', model.backbone.norm1), r'norm1: it is used in 2 places'),
+        (lambda model: setattr(model, 'extra', model.backbone.norm1), r'norm1: it is used 2 times'),
         (lambda model: model.backbone.norm1.repbn.register_forward_hook(print), r'norm1: it has hooks.*remove them'),
     ],
 )

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.fusion.channels import find_channels
 from slab_det.inference.gpu import kernels
-from slab_det.inference.gpu.kernels import triton
+from slab_det.inference.gpu.kernels import MIN_SIDE, triton
 
 # Tokens, hidden channels, warps and stages of a program: within 5 % of the best of eight settings on an H100.
 TILE = 64, 32, 4, 3
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
-# The smallest matrix side that tl.dot accepts, and the most channels that one program holds.
-MIN_SIDE, MAX_CHANNELS = 16, 192
+# The most channels that one program holds.
+MAX_CHANNELS = 192
 
 if triton is not None:
     import triton.language as tl
