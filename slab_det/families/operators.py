@@ -63,11 +63,11 @@ class BoxOperators(ABC):
 
     @abstractmethod
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``.
+        """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``, or the best K of them.
 
         Returns:
-            Corners (K, 4); scores (K,); indices (K,); the :meth:`stride` of all boxes; and whether these K boxes
-            include every chosen one. The last is None where K is the number of chosen boxes.
+            Corners (K, 4), scores (K,) and indices (K,) of the chosen boxes; the :meth:`stride` of all boxes; and
+            whether every box was chosen that has a score, or None if the operators always choose all of them.
         """
 
     def is_number(self, scores: Tensor) -> Tensor | None:
