@@ -145,8 +145,8 @@ def _to_unfold_order(weights: Weights) -> Weights:
         merged = weight.value
         # eta and counters have no channels.
         if '.downsample.' in key and merged.ndim and merged.shape[-1] % 4 == 0:
-            by_place = merged.unflatten(-1, (2, 2, -1))  # (..., column, row, C)
-            native[key] = weight.changed(by_place.transpose(-1, -3).flatten(-3), 'channel order of patch merging')
+            by_token = merged.unflatten(-1, (2, 2, -1))  # (..., column, row, C)
+            native[key] = weight.changed(by_token.transpose(-1, -3).flatten(-3), 'channel order of patch merging')
     return native
 
 

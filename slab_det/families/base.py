@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slab_det.common.config import type_name
 from slab_det.common.errors import ExportError
+from slab_det.families.constants import constant
 from slab_det.families.masks import enlarge_masks
 from slab_det.families.operators import EMPTY, BoxOperators
 from slab_det.families.regions import Regions
@@ -43,6 +44,18 @@ class Frame(NamedTuple):
     scale: Tensor | None = None
     rescale: Tensor | None = None
     padded: tuple[int, int] | None = None
+
+    def find_padding(self, feature: Tensor) -> Tensor:
+        """Whether each pixel of a map (1, C, h, w) is padding, (1, h, w): queries do not attend to these."""
+        sides = zip(feature.shape[2:], self.padded, strict=True)
+        rows, columns = (nearest_pixels(*side, feature.device) for side in sides)
+        return ((rows >= self.limits[1])[:, None] | (columns >= self.limits[0]))[None]
+
+
+@constant(256)
+def nearest_pixels(side: int, padded: int, device: torch.device) -> Tensor:
+    """Returns the pixel of an image, along one axis, that each pixel of a map has by nearest interpolation, (side,)."""
+    return F.interpolate(torch.arange(padded, dtype=torch.float32, device=device)[None, None], side)[0, 0]
 
 
 class Objects(NamedTuple):

@@ -84,7 +84,7 @@ def known_ffn(ffn: nn.Module) -> FFNLayers | None:
     if unit.reason or len(unit.between) > 1:
         return None
     fc1, activation, fc2 = map(ffn.get_submodule, (*unit.writers, *unit.between, *unit.readers))
-    if fc1.bias is None or type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return FFNLayers(fc1, ACTIVATIONS[type(activation)], fc2)
 
