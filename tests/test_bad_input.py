@@ -239,13 +239,13 @@ def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(
 
 
 # Recalibration follows the last iteration.
-@pytest.mark.parametrize(('hook', 'place', 'done'), [(NormStateHook, '_iter', 2), (RecalibrateFuseHook, '', 4)])
-def test_ctrl_c_says_how_to_go_on(hook, place, done, run, monkeypatch):
+@pytest.mark.parametrize(('hook', 'moment', 'done'), [(NormStateHook, '_iter', 2), (RecalibrateFuseHook, '', 4)])
+def test_ctrl_c_says_how_to_go_on(hook, moment, done, run, monkeypatch):
     def interrupt(hook, runner, *args, **kwargs):
         if runner.iter == done:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(hook, f'after_train{place}', interrupt)
+    monkeypatch.setattr(hook, f'after_train{moment}', interrupt)
     result = run('train.py small.py --work-dir stopped', code=130)
     assert 'Traceback' not in result.err
     message = (
