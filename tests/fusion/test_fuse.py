@@ -17,8 +17,6 @@ from slab_det.fusion import FusionError, save_fused, verify_fusion
 SWIN = dict(type='SLABSwin')
 STOCK_SWIN = dict(type='SwinTransformer', depths=(2, 2, 4, 2), window_size=7)
 STOCK_PVT = dict(FOUR_STAGE_PVT, type='PyramidVisionTransformer')
-STOCK_PVT_V2 = dict(FOUR_STAGE_PVT, type='PyramidVisionTransformerV2')
-MIXED = dict(FOUR_STAGE_PVT, attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 2, 1, 1))
 
 # tests/test_fuzz.py draws the options of SLABSwin, SLABPVT and mmdet's backbones, with every norm; these it does not.
 MODELS_WITH_OPTIONS = {
@@ -209,21 +207,16 @@ def test_a_fused_model_refuses_other_weights_before_it_copies_any():
     assert not differing(fused, source)
 
 
-@pytest.mark.parametrize(
-    'backbone',
-    [dict(STOCK_SWIN, qkv_bias=False), dict(MIXED, qkv_bias=False), STOCK_PVT_V2],
-    ids=['stock Swin', 'PVT', 'stock V2'],
-)
-def test_a_saved_fused_detector_is_rebuilt_from_its_config(tmp_path, build, detector_cfg, backbone):
-    fused = slab_det.fuse(build(backbone))
-    cfg = detector_cfg(backbone)
+def test_a_saved_fused_detector_is_rebuilt_from_its_config(tmp_path, build, detector_cfg):
+    backbone = dict(STOCK_SWIN, qkv_bias=False)
+    fused, cfg = slab_det.fuse(build(backbone)), detector_cfg(backbone)
     cfg.backbone.init_cfg = dict(type='Pretrained', checkpoint='not/there.pth')
     checkpoint, config = save_fused(fused, Config(dict(model=cfg)), tmp_path / 'fused.pth')
     rebuilt = MODELS.build(Config.fromfile(config).model)
     rebuilt.init_weights()
     state = torch.load(checkpoint, weights_only=True)['state_dict']
     assert state.keys() == rebuilt.state_dict().keys()
-    assert any(key.endswith('padding_qkv') for key in state) == (backbone['type'] == 'SwinTransformer')
+    assert any(key.endswith('padding_qkv') for key in state)
     rebuilt.load_state_dict(state)
     assert not any(module.training for module in rebuilt.modules())
     images = torch.randn(1, 3, 99, 85)
