@@ -59,14 +59,14 @@ class Row(NamedTuple):
     argument: str = ''
 
 
-EXPORTED = ('threads', 'precision')
+OF_FILES = ('threads', 'precision')
 RUNTIMES = {
     'eager': Runtime('eager'),
     'torch': Runtime('deployed', ('dtype',)),
     'onnxruntime': Runtime(
-        'ONNX Runtime', EXPORTED, 'slab_det.export.in_onnxruntime', ('onnx', 'onnxruntime'), extra='onnx'
+        'ONNX Runtime', OF_FILES, 'slab_det.export.in_onnxruntime', ('onnx', 'onnxruntime'), extra='onnx'
     ),
-    'openvino': Runtime('OpenVINO', EXPORTED, 'slab_det.export.in_openvino', ('onnx', 'openvino'), extra='openvino'),
+    'openvino': Runtime('OpenVINO', OF_FILES, 'slab_det.export.in_openvino', ('onnx', 'openvino'), extra='openvino'),
 }
 GPU = Need('a GPU that PyTorch sees', lambda: MACHINE.has_gpu)
 FLOAT16 = Need('a CPU that multiplies float16 (AVX-512 FP16)', lambda: MACHINE.multiplies_float16)

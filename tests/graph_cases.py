@@ -212,9 +212,9 @@ class EagerOperators(BoxOperators):
         sizes = [len(level) for level in levels]
         count = min(count, max(sizes)) if count > 0 else max(sizes)
         ranked = [rank(level.sigmoid(), count, like_head=True) for level in levels]
-        scores, place = (torch.stack(column) for column in zip(*ranked, strict=True))
+        scores, index = (torch.stack(column) for column in zip(*ranked, strict=True))
         starts = scores.new_tensor([0, *accumulate(sizes)][:-1], dtype=torch.int64)
-        return scores, place + starts[:, None], torch.zeros_like(place) + torch.arange(len(levels))[:, None].to(place)
+        return scores, index + starts[:, None], torch.zeros_like(index) + torch.arange(len(levels))[:, None].to(index)
 
     def best_above(self, levels, count, score_thr):
         sizes, ranked = [len(level) for level in levels], []
@@ -230,16 +230,16 @@ class EagerOperators(BoxOperators):
 
     def candidates(self, scores, corners):
         count = min(box_kernels.CANDIDATES, len(scores))
-        best, place = rank(scores, count)
-        return corners[place], best, place, self.stride(corners, scores), (scores > EMPTY).sum() <= count
+        best, index = rank(scores, count)
+        return corners[index], best, index, self.stride(corners, scores), (scores > EMPTY).sum() <= count
 
     def suppress(self, corners, scores, groups, stride, iou_threshold, limit):
         limit = min(limit, scores.numel()) if limit > 0 else scores.numel()
         moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
         for group in range(len(scores)):
-            place = (scores[group] != EMPTY).nonzero()[:, 0]
+            there = (scores[group] != EMPTY).nonzero()[:, 0]
             # The boxes are in descending order, which stable sorting keeps.
-            index = place[torchvision.ops.nms(moved[group, place], scores[group, place], iou_threshold)]
+            index = there[torchvision.ops.nms(moved[group, there], scores[group, there], iou_threshold)]
             kept[group, index] = scores[group, index]
         return rank(kept.flatten(), limit)
 
@@ -249,9 +249,9 @@ class EagerOperators(BoxOperators):
 
 
 def rank(scores, count, like_head=False):
-    """The ``count`` best scores and their places; missing scores are ``EMPTY``.
+    """The ``count`` best scores and their indices; missing scores are ``EMPTY``.
 
-    Equal scores keep the order of their places, as in NMS. With ``like_head`` and more than ``count`` scores, equal
+    Equal scores keep the order of their indices, as in NMS. With ``like_head`` and more than ``count`` scores, equal
     scores have the order of mmdet's heads.
     """
     found = (scores != EMPTY).nonzero()[:, 0]

@@ -124,7 +124,7 @@ COMMANDS = [
     ('fuse.py small.py small.pth --out x.pth --size 0 32', '--size 0 32: .* 1'),
     ('fuse.py layernorm.py layernorm.pth --out x.pth', r'layernorm\.py.*slab-det absorb'),
     ('fuse.py small.py layernorm.pth --out x.pth', r'layernorm\.pth: .* statistics'),
-    ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', r'bad_backbone\.py: TypeError'),
+    ('convert_checkpoint.py small.pth x.pth --config bad_backbone.py', r'bad_backbone\.py: TypeError'),
     ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7'.*--device cpu"),
     ('latency.py small.py --checkpoint small.pth small.pth', '1 configs.* 2 checkpoints.*"none"'),
     ('latency.py small.py small.py --checkpoint small.pth small.pth', 'twice'),
@@ -162,7 +162,7 @@ COMMANDS = [
     # Nothing of the user's is overwritten.
     ('recalibrate.py small.py small.pth --out ./small.pth', r'small\.pth'),
     ('fuse.py own_config.py small.pth --out own.pth', r'own_config\.py'),
-    ('convert_checkpoint.py small.pth ./small.pth --to native --config small.py', r'small\.pth'),
+    ('convert_checkpoint.py small.pth ./small.pth --config small.py', r'small\.pth'),
     ('absorb.py own_tune_config.py small.pth --out own.pth', r'own_tune_config\.py'),
 ]
 
@@ -239,13 +239,13 @@ def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(
 
 
 # Recalibration follows the last iteration.
-@pytest.mark.parametrize(('hook', 'place', 'done'), [(NormStateHook, '_iter', 2), (RecalibrateFuseHook, '', 4)])
-def test_ctrl_c_says_how_to_go_on(hook, place, done, run, monkeypatch):
+@pytest.mark.parametrize(('hook', 'moment', 'done'), [(NormStateHook, '_iter', 2), (RecalibrateFuseHook, '', 4)])
+def test_ctrl_c_says_how_to_go_on(hook, moment, done, run, monkeypatch):
     def interrupt(hook, runner, *args, **kwargs):
         if runner.iter == done:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(hook, f'after_train{place}', interrupt)
+    monkeypatch.setattr(hook, f'after_train{moment}', interrupt)
     result = run('train.py small.py --work-dir stopped', code=130)
     assert 'Traceback' not in result.err
     message = (

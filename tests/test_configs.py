@@ -118,7 +118,7 @@ def test_backbone_is_that_of_its_classifier_and_loads_the_weights_that_it_names(
         return
     report = load_pretrained(backbone, {key: torch.zeros(shape) for key, shape in shapes.items()})
     if 'flatten' in row:
-        # Softmax has no position table of keys, no scale and no convolution; its bias tables have no place.
+        # Softmax has no position table of keys, no scale and no convolution; nothing takes its bias tables.
         assert all(re.search(r'positional_encoding|scale|dwc\.', key) for key in report.missing_unexpected)
         assert all(key.endswith('relative_position_bias_table') for key in report.unused_unexpected)
     elif 'ffnbn' in row:

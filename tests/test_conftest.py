@@ -5,9 +5,9 @@ import torch
 from conftest import relative_difference
 
 
-@pytest.mark.parametrize('place', [0, 1])
-def test_a_nan_in_any_output_is_within_no_bound(place):
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_nan_in_any_output_is_within_no_bound(index):
     outputs, references = torch.randn(2, 2, 3)
     assert relative_difference(outputs, outputs) <= 1e-9
-    outputs[place, 1] = torch.nan
+    outputs[index, 1] = torch.nan
     assert not relative_difference(outputs, references) <= 1e9

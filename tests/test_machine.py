@@ -12,7 +12,6 @@ from torch import nn
 
 from slab_det import machine
 from slab_det.common.errors import SlabDetError
-from slab_det.common.numbers import check_threads
 from slab_det.compare import kernels
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.inference.forms import Form, list_forms
@@ -103,10 +102,3 @@ def test_instructions_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) ->
     assert Machine().instructions == ('amx_bf16', 'amx_tile', 'avx2', 'avx512_bf16', 'avx512f')
     monkeypatch.setattr(machine, 'read_cpuinfo', lambda: '')
     assert Machine().instructions == ()
-
-
-def test_more_threads_than_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.MACHINE, 'processors', 2)
-    check_threads(2)
-    with pytest.raises(SlabDetError, match='from 1 to 2'):
-        check_threads(3)

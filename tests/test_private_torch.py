@@ -128,8 +128,8 @@ def test_a_dispatch_mode_changes_results():
     x = torch.tensor([1.001, 2.003])
     with RoundedArithmetic(torch.bfloat16):
         # Several operators return a tuple of a class of their own.
-        values, places = (x * 1).topk(2)
-    assert values.tolist() == [2.0, 1.0] and places.tolist() == [1, 0]
+        values, indices = (x * 1).topk(2)
+    assert values.tolist() == [2.0, 1.0] and indices.tolist() == [1, 0]
 
 
 def test_activation_checkpointing_is_seen():

@@ -168,8 +168,8 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
-        places = torch.cartesian_prod(torch.arange(self.window_size), torch.arange(self.window_size))
-        offset = places[:, None] - places[None] + self.window_size - 1
+        slots = torch.cartesian_prod(torch.arange(self.window_size), torch.arange(self.window_size))
+        offset = slots[:, None] - slots[None] + self.window_size - 1
         # The row of the table for each pair of slots, (N, N).
         self.register_buffer('relative_position_index', offset[..., 0] * (2 * self.window_size - 1) + offset[..., 1])
 

@@ -170,7 +170,7 @@ class WindowGeometry(Windows):
         size = self.window_size
         rows, columns = -(-self.height // size), -(-self.width // size)
         slots = qkv.view(-1, rows, columns, size, size, len(row))
-        # Below 0 these are places at the end: the shift has wrapped the map around.
+        # Below 0 these are positions at the end: the shift has wrapped the map around.
         for y in range(self.height - self.shift, rows * size - self.shift):
             slots[:, y // size, :, y % size] = row
         for x in range(self.width - self.shift, columns * size - self.shift):

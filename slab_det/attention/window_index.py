@@ -48,9 +48,9 @@ class WindowIndex(Windows):
         groups, channels = int(windows.shape[1]), int(windows.shape[3])
         rows, columns = self._rows, self._columns
         window = (rows.window[:, None] * columns.num_windows + columns.window).reshape(-1)
-        slot = (rows.place[:, None] * self.window_size + columns.place).reshape(-1)
-        place = (window[:, None] * groups + torch.arange(groups, device=windows.device)) * self._num_slots
-        merged = _gather_rows(windows.reshape(-1, channels), place + slot[:, None])
+        slot = (rows.slot[:, None] * self.window_size + columns.slot).reshape(-1)
+        first = (window[:, None] * groups + torch.arange(groups, device=windows.device)) * self._num_slots
+        merged = _gather_rows(windows.reshape(-1, channels), first + slot[:, None])
         return merged.reshape(1, -1, groups * channels)
 
     def regions(self) -> Tensor | None:
@@ -70,17 +70,17 @@ class _Axis(NamedTuple):
 
     Attributes:
         num_windows: Windows along this side.
-        source: Position on the unrolled map of each place in each window, (windows, w).
-        band: 0 before the last window; in the last window 1, or 2 for places that wrapped around; (windows, w).
+        source: Position on the unrolled map of each slot in each window, (windows, w).
+        band: 0 before the last window; in the last window 1, or 2 for slots that wrapped around; (windows, w).
         window: The window that holds each position of the map, (side,).
-        place: The place in that window, (side,).
+        slot: The slot in that window, (side,).
     """
 
     num_windows: int
     source: Tensor
     band: Tensor
     window: Tensor
-    place: Tensor
+    slot: Tensor
 
 
 def _axis(side: int, window_size: int, shift: int, device: torch.device) -> _Axis:
@@ -91,11 +91,11 @@ def _axis(side: int, window_size: int, shift: int, device: torch.device) -> _Axi
         # Positions are below 2 * padded, and a comparison is cheaper than a remainder.
         return torch.where(position >= padded, position - padded, position)
 
-    places = torch.arange(num_windows, device=device)[:, None] * window_size + torch.arange(window_size, device=device)
-    band = (places >= padded - window_size).to(torch.int64) + (places >= padded - shift).to(torch.int64)
+    slots = torch.arange(num_windows, device=device)[:, None] * window_size + torch.arange(window_size, device=device)
+    band = (slots >= padded - window_size).to(torch.int64) + (slots >= padded - shift).to(torch.int64)
     rolled = wrap(torch.arange(side, device=device) + (padded - shift))
-    window, place = torch.div(rolled, window_size, rounding_mode='floor'), torch.remainder(rolled, window_size)
-    return _Axis(num_windows, wrap(places + shift), band, window, place)
+    window, slot = torch.div(rolled, window_size, rounding_mode='floor'), torch.remainder(rolled, window_size)
+    return _Axis(num_windows, wrap(slots + shift), band, window, slot)
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:

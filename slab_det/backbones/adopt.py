@@ -35,7 +35,7 @@ def adopt(model: nn.Module) -> None:
 
 
 def _adopt_children(parent: nn.Module, own: dict[nn.Module, nn.Module]) -> None:
-    # Not named_children(): a module may stand in several places.
+    # Not named_children(): a module may have several names.
     for name, child in parent._modules.items():
         if child not in own and type(child) in _MAKERS:
             with suppress(CannotFold):
@@ -90,7 +90,7 @@ def _take_layers(theirs: nn.Module, make: Callable[[], Module], **layers: nn.Mod
     tensors = (*own.named_parameters(recurse=False), *own.named_buffers(recurse=False))
     for name, part in (*own.named_children(), *tensors):
         if type(part) is nn.Identity:
-            # In place of a norm that mmdet's module does not have.
+            # Instead of a norm that mmdet's module does not have.
             part.training = theirs.training
         else:
             setattr(own, name, layers[name] if name in layers else getattr(theirs, name))

@@ -138,15 +138,15 @@ def _to_unfold_order(weights: Weights) -> Weights:
     """Reorders the last dimension of patch merging, 4 C channels, to the order of mmdet's unfold.
 
     Microsoft, SLAB and timm concatenate four slices of C channels, at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
-    unfold puts the four places of one channel next to each other, row by row.
+    unfold puts the four tokens of one channel next to each other, row by row.
     """
     native = dict(weights)
     for key, weight in weights.items():
         merged = weight.value
         # eta and counters have no channels.
         if '.downsample.' in key and merged.ndim and merged.shape[-1] % 4 == 0:
-            by_place = merged.unflatten(-1, (2, 2, -1))  # (..., column, row, C)
-            native[key] = weight.changed(by_place.transpose(-1, -3).flatten(-3), 'channel order of patch merging')
+            by_token = merged.unflatten(-1, (2, 2, -1))  # (..., column, row, C)
+            native[key] = weight.changed(by_token.transpose(-1, -3).flatten(-3), 'channel order of patch merging')
     return native
 
 

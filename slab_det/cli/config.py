@@ -42,7 +42,7 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
     Args:
         path: A .py, .json or .yaml file, or a config of an installed package, such as ``slab_det::slab/NAME.py``.
         options: The parsed ``--cfg-options``.
-        data_root: See :func:`slab_det.data.set_data_root`.
+        data_root: See :func:`slab_det.preflight.set_data_root`.
 
     Raises:
         ConfigError: If the file cannot be read as a config, or has no model.

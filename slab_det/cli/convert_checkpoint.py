@@ -9,8 +9,9 @@ from slab_det.cli import command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('source', help='backbone weights or timm://NAME')
     parser.add_argument('destination', metavar='FILE.pth', help='output')
-    parser.add_argument('--to', choices=('native',), required=True, help="native: mmdet's layout")
     parser.add_argument('--config', required=True, help='any config with the backbone')
+    # Scripts name the layout since there were two. The other one, prepbn, stays an error.
+    parser.add_argument('--to', choices=('native',), help=argparse.SUPPRESS)
 
 
 @command(add_arguments)

@@ -33,7 +33,8 @@ def main(args: argparse.Namespace) -> None:
     if not any(named_offline_norms(model)):
         raise FusionError(
             f'{args.config} has no norm to fold: it is fused, or has LayerNorms; slab-det absorb folds LayerNorms '
-            'without training, and slab-det convert replaces them for a fine-tune'
+            "without training, and a training with backbone.norm_cfg=dict(type='PRepBN') and load_from=CHECKPOINT "
+            'replaces them'
         )
     check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model)

@@ -23,7 +23,7 @@ from slab_det.measure.report_file import ReportEntry, describe_dataset, describe
 
 # (height, width) for latency: twice the size of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)
-NUM_DRAWN = 3
+DRAWN_IMAGES = 3
 
 
 def measure(
@@ -90,7 +90,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
     visualizer = DetLocalVisualizer()
     visualizer.dataset_meta = dataset.metainfo
     drawn = []
-    for index in range(NUM_DRAWN):
+    for index in range(DRAWN_IMAGES):
         batch, panels = pseudo_collate([dataset[index]]), {}
         found = {name: model.test_step(batch)[0] for name, model in models.items()}
         # Every predicted sample also holds the true objects.

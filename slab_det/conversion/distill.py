@@ -149,7 +149,7 @@ def DistilledDetector(  # noqa: N802 (a config's type)
         if hasattr(module, 'drop_prob'):
             module.drop_prob = 0.0
     kind = type(detector)
-    detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), dict(student_class=kind))
+    detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), {})
     detector.distillation, detector.task_weight = Distillation(reference), task_weight
     return detector
 

@@ -47,13 +47,13 @@ def list_images(folder: Path) -> Iterator[Path]:
     """Yields the images in a folder, its subfolders and linked folders; each folder once, and no hidden ones."""
     # A link to a folder above, followed without end, would also list images again and again.
     seen = {str(parent) for parent in Path(os.path.realpath(folder)).parents}
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith('.'))
-        for path in (Path(place, name) for name in files if not name.startswith('.')):
+        for path in (Path(parent, name) for name in files if not name.startswith('.')):
             if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
                 yield path

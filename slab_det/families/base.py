@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slab_det.common.config import type_name
 from slab_det.common.errors import ExportError
+from slab_det.families.constants import constant
 from slab_det.families.masks import enlarge_masks
 from slab_det.families.operators import EMPTY, BoxOperators
 from slab_det.families.regions import Regions
@@ -44,15 +45,27 @@ class Frame(NamedTuple):
     rescale: Tensor | None = None
     padded: tuple[int, int] | None = None
 
+    def find_padding(self, feature: Tensor) -> Tensor:
+        """Whether each pixel of a map (1, C, h, w) is padding, (1, h, w): queries do not attend to these."""
+        sides = zip(feature.shape[2:], self.padded, strict=True)
+        rows, columns = (nearest_pixels(*side, feature.device) for side in sides)
+        return ((rows >= self.limits[1])[:, None] | (columns >= self.limits[0]))[None]
+
+
+@constant(256)
+def nearest_pixels(side: int, padded: int, device: torch.device) -> Tensor:
+    """Returns the pixel of an image, along one axis, that each pixel of a map has by nearest interpolation, (side,)."""
+    return F.interpolate(torch.arange(padded, dtype=torch.float32, device=device)[None, None], side)[0, 0]
+
 
 class Objects(NamedTuple):
     """The objects in one image, best first.
 
     Attributes:
         corners: (n, 4).
-        scores: (n,), ``EMPTY`` in empty places.
+        scores: (n,), ``EMPTY`` in empty slots.
         labels: (n,).
-        exact: Whether ``predict`` of the detector finds the same; None if the operators have no empty places.
+        exact: Whether ``predict`` of the detector finds the same; None if the operators have no empty slots.
         mask_logits: (n, 28, 28) of each stage, whose probabilities have a mean; none for a family without masks. With a
             ``mask_stride``, one tensor (n, h, w).
     """
@@ -216,25 +229,25 @@ class BoxFamily(Family):
         """Applies NMS per class to boxes (N, 4) with scores (N,), and returns the best boxes of all classes.
 
         Args:
-            scores: (N,), ``EMPTY`` in empty places.
+            scores: (N,), ``EMPTY`` in empty slots.
             corners: (N, 4).
-            label_of: Returns the labels of the boxes at these places.
+            label_of: Returns the labels of the boxes with these indices.
 
         Returns:
-            Corners, scores, labels, whether mmdet would return the same (see :class:`Objects`), and the places among
-            the N boxes.
+            Corners, scores, labels, whether mmdet would return the same (see :class:`Objects`), and the
+            indices among the N boxes.
         """
         cfg, operators = self.test_cfgs[-1], self.operators
-        corners, scores, place, stride, enough = operators.candidates(scores, corners)
-        label, limit, iou_threshold = label_of(place), cfg['max_per_img'], cfg['nms']['iou_threshold']
-        scores, index = operators.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
+        corners, scores, index, stride, enough = operators.candidates(scores, corners)
+        label, limit, iou_threshold = label_of(index), cfg['max_per_img'], cfg['nms']['iou_threshold']
+        scores, kept = operators.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
         if enough is not None:
             if limit == len(scores):
-                # If the candidates fill all places, worse boxes cannot change the result.
+                # If the candidates fill all slots, worse boxes cannot change the result.
                 enough = enough | (scores > EMPTY).all()
             # If any coordinate is NaN, mmcv suppresses no box.
             enough = enough & stride.isfinite()
-        return corners[index], scores, label[index], enough, place[index]
+        return corners[kept], scores, label[kept], enough, index[kept]
 
     @property
     def has_masks(self) -> bool:

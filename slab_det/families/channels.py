@@ -70,7 +70,7 @@ def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Cha
     readers = [f'{head}.{layer}' for head, names in zip(heads, layers, strict=True) for layer in names]
     extra = [f'neck.fpn_convs.{i}.conv' for i in range(len(neck.lateral_convs), len(neck.fpn_convs))]
     is_plain = not any(conv.with_norm or conv.with_activation for conv in neck.fpn_convs)
-    # A ReLU of a linear combination is none of ReLUs.
+    # Absorption combines channels linearly, and the ReLU of a combination is no combination of their ReLUs.
     if is_plain and not (neck.relu_before_extra_convs and len(extra) > 1):
         # The first of the extra levels reads the last output, or what comes before.
         readers += extra if neck.add_extra_convs == 'on_output' else extra[1:]

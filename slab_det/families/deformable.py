@@ -24,7 +24,7 @@ Sizes = tuple[tuple[int, int], ...]
 class DeformableAttention(MultiScaleDeformableAttention):
     """mmcv's attention, which also takes ``spatial_shapes`` as numbers, and needs no compiled operators of mmcv.
 
-    Places of samples are computed in float32, also in half precision.
+    Positions of samples are computed in float32, also in half precision.
     """
 
     def forward(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from slab_det.families.base import BoxFamily, Frame, Objects, check_part, find_part, nearest_base, require
 from slab_det.families.deformable import samples_here
 from slab_det.families.operators import BoxOperators, clip
-from slab_det.families.padding import find_padding
 
 # The methods by which a detector and its head predict: a subclass may override any other method.
 TRANSFORMER = 'forward_transformer', 'pre_transformer', 'forward_encoder', 'pre_decoder', 'forward_decoder'
@@ -47,7 +46,7 @@ class DeformableTransformer(BoxFamily):
 
     def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         detector = self.detector
-        sizes, paddings = [tuple(x.shape[2:]) for x in features], [find_padding(x, frame) for x in features]
+        sizes, paddings = [tuple(x.shape[2:]) for x in features], [frame.find_padding(x) for x in features]
         queries = torch.cat([x.flatten(2).transpose(1, 2) for x in features], 1)
         positions = [detector.positional_encoding(padding).flatten(2).transpose(1, 2) for padding in paddings]
         positions = torch.cat([x + level for x, level in zip(positions, detector.level_embed, strict=True)], 1)
@@ -62,8 +61,8 @@ class DeformableTransformer(BoxFamily):
     def _find_objects(self, logits: Tensor, boxes: Tensor, frame: Frame) -> Objects:
         """Chooses the best scores of all queries, from logits (Q, classes) and boxes (x, y, w, h), (Q, 4)."""
         classes = self.detector.bbox_head.num_classes
-        scores, place = logits.sigmoid().flatten().topk(self.test_cfgs[0].get('max_per_img', len(logits)))
-        query, label = torch.div(place, classes, rounding_mode='floor'), place % classes
+        scores, index = logits.sigmoid().flatten().topk(self.test_cfgs[0].get('max_per_img', len(logits)))
+        query, label = torch.div(index, classes, rounding_mode='floor'), index % classes
         corners = clip(bbox_cxcywh_to_xyxy(boxes[query]) * frame.limits, frame.limits)
         if frame.scale is not None:
             corners = corners / frame.scale

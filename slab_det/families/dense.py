@@ -100,10 +100,10 @@ class Dense(BoxFamily):
         """Finds the objects in the outputs of the head, of each level, and the anchor or point of each object, (n,)."""
         head, operators, classes = self.detector.bbox_head, self.operators, self.detector.bbox_head.num_classes
         sizes = [x.shape[-2:] for x in logits]
-        # A CPU rounds the sigmoid of a value by its place in memory: these have the places that they have in mmdet.
+        # A CPU rounds the sigmoid of a value by its position in memory, which is that in mmdet.
         levels, boxes = [flat(x, classes).sigmoid().flatten() for x in logits], torch.cat([flat(x, 4) for x in boxes])
-        scores, place = operators.best_above(levels, head.test_cfg.nms_pre, score_thr)
-        prior, label = torch.div(place, classes, rounding_mode='floor'), place % classes
+        scores, index = operators.best_above(levels, head.test_cfg.nms_pre, score_thr)
+        prior, label = torch.div(index, classes, rounding_mode='floor'), index % classes
         priors = operators.priors(head.prior_generator, sizes, boxes)
         decode = operators.decode_distances if self.has_points else operators.decode
         corners = decode(head.bbox_coder, priors, boxes, frame.limits, prior)
@@ -115,7 +115,7 @@ class Dense(BoxFamily):
         if head.test_cfg.get('min_bbox_size', -1) >= 0:
             x1, y1, x2, y2 = corners.unbind(-1)
             scores = torch.where((x2 > x1) & (y2 > y1), scores, EMPTY)
-        corners, scores, labels, exact, chosen = self.choose(scores, corners, lambda place: label[place])
+        corners, scores, labels, exact, chosen = self.choose(scores, corners, lambda index: label[index])
         if exact is not None:
             # A factor may be NaN.
             exact = exact & operators.is_number(scores)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from slab_det.families.base import Family, Frame, find_part, require
 from slab_det.families.operators import BoxOperators
-from slab_det.families.padding import find_padding
 
 FUSION = 'predict', 'panoptic_postprocess', 'instance_postprocess'
 
@@ -48,7 +47,7 @@ class MaskFormer(Family):
 
     def compute(self, features: Sequence[Tensor], frame: Frame) -> tuple[Tensor, Tensor]:
         """Returns the logits of the classes (Q, classes + 1) and of the masks (Q, h, w) of all queries."""
-        head, padding = self.detector.panoptic_head, find_padding(features[-1], frame)
+        head, padding = self.detector.panoptic_head, frame.find_padding(features[-1])
         mask_features, memory = head.pixel_decoder(features, None)
         memory = head.decoder_input_proj(memory).flatten(2).transpose(1, 2)
         positions = head.decoder_pe(padding).flatten(2).transpose(1, 2)
@@ -79,8 +78,8 @@ class MaskFormer(Family):
         """Chooses the best classes of all queries, as ``instance_postprocess``, which asks a GPU for each box."""
         fusion, limit = self.detector.panoptic_fusion_head, self.test_cfgs[0].get('max_per_image', 100)
         # Unsorted, as in mmdet.
-        scores, place = logits.softmax(-1)[:, :-1].flatten().topk(limit, sorted=False)
-        query, labels = torch.div(place, fusion.num_classes, rounding_mode='floor'), place % fusion.num_classes
+        scores, index = logits.softmax(-1)[:, :-1].flatten().topk(limit, sorted=False)
+        query, labels = torch.div(index, fusion.num_classes, rounding_mode='floor'), index % fusion.num_classes
         if fusion.num_things_classes < fusion.num_classes:
             is_thing = labels < fusion.num_things_classes
             scores, query, labels = scores[is_thing], query[is_thing], labels[is_thing]

@@ -1,7 +1,7 @@
 """The operators on boxes in which families of heads detect, in CUDA graphs and in ONNX files: decoding, NMS, RoIAlign.
 
-The number of boxes depends on the image. A CUDA graph has a place for every possible box, and gives empty places the
-score :data:`EMPTY`. An ONNX file has no empty places. Each of the two has its subclass of :class:`BoxOperators`.
+The number of boxes depends on the image. A CUDA graph has a slot for every possible box, and gives empty slots the
+score :data:`EMPTY`. An ONNX file has no empty slots. Each of the two has its subclass of :class:`BoxOperators`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slab_det.families.constants import constant
 PriorGenerator = AnchorGenerator | MlvlPointGenerator
 # The logarithm of the largest factor by which mmdet's delta2bbox scales a side.
 MAX_LOG_RATIO = abs(math.log(16 / 1000))
-# The score of a place without a box; scores of boxes are not negative.
+# The score of a slot without a box; scores of boxes are not negative.
 EMPTY = -1.0
 
 
@@ -42,37 +42,37 @@ class BoxOperators(ABC):
         """Chooses the ``count`` anchors of each level with the largest logits (n_i,); all for a count below 1.
 
         Returns:
-            Scores in G batches, each in descending order; the places of these anchors in the concatenation of all
-            levels; and their levels; each (G, K).
+            Scores in G batches, each in descending order; the indices of these anchors in the concatenation of
+            all levels; and their levels; each (G, K).
         """
 
     def best_above(self, levels: Sequence[Tensor], count: int, score_thr: float | Tensor) -> tuple[Tensor, Tensor]:
         """Chooses the ``count`` scores (n_i,) of each level that are the largest above ``score_thr``.
 
         Returns:
-            Scores (K,), in descending order in each level, and the places in the concatenation of all levels, (K,).
+            Scores (K,), in descending order in each level, and their indices in the concatenation of all levels, (K,).
         """
         found, start = [], 0
         for scores in levels:
             # A NaN is not above the threshold.
-            best, place = torch.where(scores > score_thr, scores, EMPTY).topk(min(count, len(scores)))
-            found.append((best, place + start))
+            best, index = torch.where(scores > score_thr, scores, EMPTY).topk(min(count, len(scores)))
+            found.append((best, index + start))
             start += len(scores)
-        scores, place = (torch.cat(column) for column in zip(*found, strict=True))
-        return scores, place
+        scores, index = (torch.cat(column) for column in zip(*found, strict=True))
+        return scores, index
 
     @abstractmethod
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``.
+        """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``, or the best K of them.
 
         Returns:
-            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether these K boxes
-            include every chosen one. The last is None where K is the number of chosen boxes.
+            Corners (K, 4), scores (K,) and indices (K,) of the chosen boxes; the :meth:`stride` of all boxes; and
+            whether every box was chosen that has a score, or None if the operators always choose all of them.
         """
 
     def is_number(self, scores: Tensor) -> Tensor | None:
-        """Whether the first score is a number; None if the operators have no empty places."""
-        # mmdet ranks a NaN score first; a place whose score is NaN counts as empty.
+        """Whether the first score is a number; None if the operators have no empty slots."""
+        # mmdet ranks a NaN score first; a slot whose score is NaN counts as empty.
         return scores[0] == scores[0]
 
     @abstractmethod
@@ -90,7 +90,7 @@ class BoxOperators(ABC):
             limit: The most boxes that are kept; all for a limit below 1.
 
         Returns:
-            Scores (n,) of the kept boxes in descending order, and the places of these boxes among the G * K boxes.
+            Scores (n,) of the kept boxes in descending order, and the indices of these boxes among the G * K boxes.
         """
 
     @abstractmethod
@@ -100,7 +100,7 @@ class BoxOperators(ABC):
         """Pools every box (n, 4) from its level of the pyramid by RoIAlign (FPN, Lin et al., CVPR 2017, eq. 1).
 
         Returns:
-            Regions (n, C, h, w), and the place of each region's box, (n,), or None if regions and boxes have one order.
+            Regions (n, C, h, w), and the index of each region's box, (n,), or None if regions and boxes have one order.
         """
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float | Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class BoxOperators(ABC):
         return torch.where((scores > score_thr) & (found > EMPTY)[:, None], scores, EMPTY)
 
     def decode(
-        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None
+        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, index: Tensor | None = None
     ) -> Tensor:
         """Decodes deltas to corners, by ``center + delta * size`` and ``size * exp(delta)``, clipped to the image.
 
@@ -118,14 +118,14 @@ class BoxOperators(ABC):
         Args:
             coder: The DeltaXYWHBBoxCoder.
             priors: Corners, (A, 4).
-            deltas: (A, 4) with ``place``, (A, n, 4) without it.
+            deltas: (A, 4) with ``index``, (A, n, 4) without it.
             limits: The image's (width, height, width, height).
-            place: Places of the boxes to decode, (...); None for all A.
+            index: Indices of the boxes to decode, (...); None for all A.
 
         Returns:
             (..., 4), or (A, n, 4).
         """
-        priors, deltas = (priors[:, None], deltas) if place is None else (priors[place], deltas[place])
+        priors, deltas = (priors[:, None], deltas) if index is None else (priors[index], deltas[index])
         stds, means = (numbers(tuple(values), deltas.device, deltas.dtype) for values in (coder.stds, coder.means))
         deltas = deltas * stds + means
         low, high = priors[..., :2], priors[..., 2:]
@@ -136,7 +136,7 @@ class BoxOperators(ABC):
         return clip(decoded, limits) if coder.clip_border else decoded
 
     def decode_distances(
-        self, coder: nn.Module, points: Tensor, distances: Tensor, limits: Tensor, place: Tensor
+        self, coder: nn.Module, points: Tensor, distances: Tensor, limits: Tensor, index: Tensor
     ) -> Tensor:
         """Decodes the distances of points from the four sides of their boxes, clipped to the image.
 
@@ -147,12 +147,12 @@ class BoxOperators(ABC):
             points: (A, 2).
             distances: (A, 4).
             limits: The image's (width, height, width, height).
-            place: Places of the boxes to decode, (...).
+            index: Indices of the boxes to decode, (...).
 
         Returns:
             (..., 4).
         """
-        points, distances = points[place], distances[place]
+        points, distances = points[index], distances[index]
         decoded = torch.cat([points - distances[..., :2], points + distances[..., 2:]], -1)
         return decoded if coder.clip_border is False else clip(decoded, limits)
 
@@ -201,7 +201,7 @@ def numbers(values: tuple, device: torch.device, dtype: torch.dtype) -> Tensor:
 def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:
     """Moves boxes (..., 4) of different groups apart, with the same rounding as mmcv.
 
-    Empty places get boxes without area, which suppress nothing.
+    Empty slots get boxes without area, which suppress nothing.
     """
     moved = corners + (groups.to(corners.dtype) * stride)[..., None]
     return torch.where((scores > EMPTY)[..., None], moved, 0.0)

@@ -179,15 +179,15 @@ class TwoStage(BoxFamily):
         head, operators = self.detector.rpn_head, self.operators
         levels, deltas, sizes = self.rpn(features)
         priors = operators.priors(head.prior_generator, sizes, deltas)
-        scores, place, level = operators.best(levels, head.test_cfg.get('nms_pre', -1))
-        corners = operators.decode(head.bbox_coder, priors, deltas, limits, place)
+        scores, index, level = operators.best(levels, head.test_cfg.get('nms_pre', -1))
+        corners = operators.decode(head.bbox_coder, priors, deltas, limits, index)
         smallest = head.test_cfg.get('min_bbox_size', -1)
         if smallest >= 0:
             scores = torch.where((corners[..., 2:] - corners[..., :2]).amin(-1) > smallest, scores, EMPTY)
         stride = operators.stride(corners, scores)
         iou_threshold, limit = head.test_cfg.nms.iou_threshold, head.test_cfg.max_per_img
-        scores, index = operators.suppress(corners, scores, level, stride, iou_threshold, limit)
-        return corners.reshape(-1, 4)[index], scores
+        scores, kept = operators.suppress(corners, scores, level, stride, iou_threshold, limit)
+        return corners.reshape(-1, 4)[kept], scores
 
     def classify(
         self, features: Sequence[Tensor], proposals: tuple[Tensor, Tensor], frame: Frame, score_thr: float | Tensor
@@ -215,7 +215,7 @@ class TwoStage(BoxFamily):
             corners = corners * frame.rescale
         if head.reg_class_agnostic:
             corners = corners.expand(-1, classes, 4)
-        return self.choose(scores.reshape(-1), corners.reshape(-1, 4), lambda place: place % classes)[:4]
+        return self.choose(scores.reshape(-1), corners.reshape(-1, 4), lambda index: index % classes)[:4]
 
     def regress(
         self, features: Sequence[Tensor], boxes: Tensor, scores: Tensor, limits: Tensor

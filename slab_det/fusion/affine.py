@@ -15,7 +15,7 @@ Side: TypeAlias = Literal['input', 'output']
 # Only exact types: a subclass or a parametrization may compute its weight. mmcv's layers differ only on empty inputs.
 FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
 # A packed in_proj has three thirds: q, k and v. For each part: its first third, and the third that follows the part.
-PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
+THIRDS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 
 
 def check_foldable(layer: nn.Module, side: Side, part: str = '', name: str = 'layer') -> None:
@@ -24,8 +24,8 @@ def check_foldable(layer: nn.Module, side: Side, part: str = '', name: str = 'la
     is_attention = kind is nn.MultiheadAttention
     if kind not in FOLDABLE_LAYERS or (part and not is_attention):
         raise CannotFold(f'{name}: an affine map does not fold into {"a part of " if part else ""}a {kind.__name__}')
-    if is_attention and (side == 'output' or part not in PARTS or layer.in_proj_weight is None):
-        raise CannotFold(f'{name}: an affine map folds only into packed inputs {", ".join(PARTS)} of an attention')
+    if is_attention and (side == 'output' or part not in THIRDS or layer.in_proj_weight is None):
+        raise CannotFold(f'{name}: an affine map folds only into packed inputs {", ".join(THIRDS)} of an attention')
     if side == 'input' and isinstance(layer, nn.Conv2d) and (layer.groups != 1 or layer.padding != (0, 0)):
         # A fold would need padding with -shift / scale instead of zeros.
         raise CannotFold(f'{name}: an affine map folds only into a convolution with groups=1 and padding=0')
@@ -96,6 +96,6 @@ def _parameters(layer: nn.Module, part: str = '') -> tuple[Tensor, Tensor]:
     parameters = weight, getattr(layer, bias_name)
     if not part:
         return parameters
-    first, end = PARTS[part]
+    first, end = THIRDS[part]
     third = weight.shape[0] // 3
     return tuple(parameter[first * third : end * third] for parameter in parameters)

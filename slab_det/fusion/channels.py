@@ -61,7 +61,10 @@ class ChannelUnit:
         return torch.arange(self.count).view(self.heads, -1)[:, : count // self.heads].flatten()
 
     def rows(self, stay: Tensor) -> Tensor:
-        """The rows of a writer that stay; of q and k the first of each head, of v those of the channels ``stay``."""
+        """The rows of a writer that stay.
+
+        In an attention, v keeps the channels ``stay``, and q and k keep the first channels of each head.
+        """
         first = self.first(len(stay))
         return torch.cat([first, self.count + first, 2 * self.count + stay.cpu()]) if self.tokens else stay
 

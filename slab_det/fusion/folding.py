@@ -54,7 +54,7 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
 
     Raises:
         FusionError: If the model is in training mode, still has gamma > 0, or has statistics that are not finite, hooks
-            on a norm, or one norm in several places. The model is then unchanged.
+            on a norm, or one norm several times. The model is then unchanged.
     """
     check_fusible(model)
     if not inplace:
@@ -183,10 +183,10 @@ def check_fusible(model: nn.Module) -> None:
             f'{len(mixed)} norms still contain LayerNorm, which cannot be folded ({name}: gamma = {gamma:g}); finish '
             'the training, in which ProgressiveNormHook lowers gamma to 0'
         )
-    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for name, norm in norms:
-        if places[norm] > 1:
-            raise FusionError(f'{name}: it is used in {places[norm]} places; give each place a norm of its own')
+        if uses[norm] > 1:
+            raise FusionError(f'{name}: it is used {uses[norm]} times; give each use a norm of its own')
         if not all(values.isfinite().all() for values in norm.inference_affine()):
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; take an earlier checkpoint or recalibrate'

@@ -32,7 +32,7 @@ def find_output_reader(model: nn.Module, backbone: str, level: int) -> str:
     detector = model.get_submodule(owner)
     if attribute != 'backbone' or not hasattr(detector, 'neck'):
         raise CannotFold('its output is an output of the backbone, which no neck reads')
-    kind = getattr(detector, 'student_class', type(detector))
+    kind = type(detector)
     if getattr(kind, 'extract_feat', None) not in EXTRACT_FEAT or 'extract_feat' in vars(detector):
         raise CannotFold(f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck')
     return f'{backbone.removesuffix("backbone")}neck[{level}]'

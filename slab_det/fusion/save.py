@@ -45,8 +45,8 @@ def FusedDetector(  # noqa: N802 (a config's type)
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
         folds: The outcome for each norm, as :func:`save_fused` writes it.
-        channels: Number of hidden channels of each pruned unit, by its name; see
-            :attr:`slab_det.fusion.FusionReport.channels`.
+        channels: Number of hidden channels of each pruned unit, by its name: ``channels`` of a
+            :class:`~slab_det.fusion.FusionReport`.
         **changes: Merged into ``model``, so that options for the unfused config, such as ``model.test_cfg``, work here.
 
     Returns:

@@ -80,8 +80,7 @@ def _check_same_model(built: BaseModel, trained: BaseModel) -> None:
         raise ConfigError(
             f"the model that this run trains is not the one that the runner's config builds, which RecalibrateFuseHook "
             f'would fuse: {len(different)} weights differ ({name_some(different)}). Name the norms in the config '
-            '(backbone.norm_cfg, or slab-det convert, which writes one) and let the runner build the model, or '
-            f'{INSTEAD}'
+            f'(backbone.norm_cfg) and let the runner build the model, or {INSTEAD}'
         )
 
 

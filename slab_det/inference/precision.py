@@ -96,7 +96,7 @@ def _cast(cast: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    # An encoder computes the places of samples from these.
+    # An encoder computes the positions of samples from these.
     exact = {name: kwargs[name] for name in ('valid_ratios', 'reference_points') if name in kwargs}
     args, kwargs = _cast(lambda x: x.to(dtype), (args, kwargs))
     return args, kwargs | exact

@@ -20,7 +20,7 @@ from slab_det.compare.kernels import REMEDY, find_wrong_layers
 from slab_det.compare.rounding import explain_rounding
 
 # Multiples of 64, as some necks need; a hundredth of the pixels of a COCO image.
-SIZE = (64, 128)
+TRIAL_SIZE = (64, 128)
 # Replaces these values of every test_cfg during the trial.
 FEW_OBJECTS = dict(score_thr=0.0, max_per_img=20)
 # Refused is what differs on each of these images: near a discontinuity, such as a quotient of two sums that are nearly
@@ -91,8 +91,9 @@ def _run_both(
         reference = _reference(model, seed) if mode == 'features' else _run(copy_module(model), mode)
     except Exception as error:  # the model may need text, frames or larger images
         _warn(
-            f'slab_det.deploy could not check {kind}: the original does not run on an image of {SIZE[0]}x{SIZE[1]} '
-            f'({mode}: {_one_line(error)}); compare the results of both models on your own images'
+            f'slab_det.deploy could not check {kind}: the original does not run on an image of '
+            f'{TRIAL_SIZE[0]}x{TRIAL_SIZE[1]} ({mode}: {_one_line(error)}); compare the results of both models on your '
+            'own images'
         )
         return None
     try:
@@ -140,12 +141,12 @@ def _compare(
 
 def _run(model: nn.Module, mode: str, seed: int = 0) -> list[Tensor]:
     """Runs a model on seeded noise; returns its feature maps ('features'), or its outputs in that mode of mmdet."""
-    generator, shape = torch.Generator().manual_seed(seed), (input_channels(model), *SIZE)
+    generator, shape = torch.Generator().manual_seed(seed), (input_channels(model), *TRIAL_SIZE)
     if mode == 'features':
         outputs = extract_features(model, torch.randn(1, *shape, generator=generator).to(next(model.parameters())))
         return [x for x in tensors_in(outputs) if x.is_floating_point()]
     image = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    metainfo = dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, img_path='')
+    metainfo = dict(img_shape=TRIAL_SIZE, ori_shape=TRIAL_SIZE, scale_factor=(1.0, 1.0), img_id=0, img_path='')
     data = model.data_preprocessor(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]), False)
     cfgs = [getattr(module, 'test_cfg', None) for module in model.modules()]
     cfgs = [cfg for cfg in cfgs if isinstance(cfg, dict)]

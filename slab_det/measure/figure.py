@@ -87,17 +87,17 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
 
 def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: Mapping[str, Mapping]) -> None:
     """Draws one kind of AP over latency; ``looks`` maps each name to its marker and colour."""
-    places: dict[tuple[str, str], tuple[float, float]] = {}
+    points: dict[tuple[str, str], tuple[float, float]] = {}
     for entry in entries:
-        place = (entry.latency['median_ms'], 100 * entry.ap[kind][main_column(kind)])
+        point = (entry.latency['median_ms'], 100 * entry.ap[kind][main_column(kind)])
         look, fused = looks[entry.name], entry.variant == 'fused'
-        axes.plot(*place, linestyle='', zorder=3, mfc=look['color'] if fused else 'white', **look)
-        places[entry.name, entry.variant] = place
+        axes.plot(*point, linestyle='', zorder=3, mfc=look['color'] if fused else 'white', **look)
+        points[entry.name, entry.variant] = point
     for name in looks:
-        ends = [places.get((name, variant)) for variant in ('fused', 'unfused')]
+        ends = [points.get((name, variant)) for variant in ('fused', 'unfused')]
         if None not in ends:
             axes.annotate('', *ends, arrowprops={'arrowstyle': '->', 'shrinkA': 5, 'shrinkB': 5})
-    times, ap = zip(*places.values(), strict=True)
+    times, ap = zip(*points.values(), strict=True)
     # Narrower axes would magnify the noise between two runs.
     axes.set(xlabel='ms', ylabel=AP_KINDS[kind], xlim=limits(times, 0.2 * max(times)), ylim=limits(ap, 4.0, 100))
 

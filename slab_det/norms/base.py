@@ -122,7 +122,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
                 f'{prefix[:-1]}: the weights {", ".join(given)} belong to another norm than {type(self).__name__}; for '
                 "load_from of a detector add default_hooks=dict(checked_load=dict(type='CheckedLoadHook')) to the "
                 'config; load a backbone with slab_det.load_pretrained(backbone, FILE), or convert its file first with '
-                'slab-det convert --to native'
+                'slab-det convert'
             )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:

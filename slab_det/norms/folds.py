@@ -97,7 +97,7 @@ def register_folds(
 ) -> None:
     """Registers rules for classes of another library, in place of methods ``folds()``, ``input_layers()`` and so on.
 
-    Each rule is a function of the module. It does not apply to subclasses, which may read a norm in another place.
+    Each rule is a function of the module. It does not apply to subclasses, which may read a norm elsewhere.
 
     Example:
         A block whose linear layer ``fc`` alone reads the output of ``norm``::
@@ -130,7 +130,7 @@ def _import_rules(kind: type[nn.Module]) -> None:
 def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
     """The registered rule of this name for ``module``, or else its method of this name; None if it has neither.
 
-    A subclass that overrides ``forward`` may read its norms and its input in other places, so methods of its base
+    A subclass that overrides ``forward`` may read its norms and its input elsewhere, so methods of its base
     classes are ignored: it has to define its own.
     """
     kind = type(module)

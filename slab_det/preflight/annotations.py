@@ -23,7 +23,7 @@ REASONS = {
     'crowd': ('iscrowd', 'are marked "iscrowd", which is for groups of objects'),
 }
 # People set these on purpose: in CityPersons they are half of the boxes, in CrowdHuman a quarter, in COCO under 2 %.
-MARKS = ('ignore', 'crowd')
+DELIBERATE = ('ignore', 'crowd')
 # Nobody loses so many objects on purpose.
 MAX_LOST = 0.25
 
@@ -184,7 +184,7 @@ def count_objects(coco: CocoFile, classes: Sequence[str]) -> int:
     # A list of images that was cut short leaves annotations behind, which are no fault unless other images lack theirs.
     idle = len(coco.images.keys() - {item['image_id'] for item in coco.annotations})
     behind = len(lost['image']) if idle <= len(coco.images) * MAX_LOST else 0
-    marked, most = sum(len(lost[name]) for name in MARKS), (total - behind) * MAX_LOST
+    marked, most = sum(len(lost[name]) for name in DELIBERATE), (total - behind) * MAX_LOST
     if num_lost == total or num_lost - behind - marked > most:
         raise DataError(f'{message}. Correct them, or take them out of the file')
     logger = MMLogger.get_current_instance()

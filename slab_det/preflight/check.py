@@ -73,7 +73,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
 def check_class_order(cfg: Config, split: str, expected: Sequence[str] | None = None, source: str = '') -> None:
     """Checks that the datasets of a split have the classes of the training, or of a detector, in the same order.
 
-    mmdet's labels are numbers: a label stands for the name at its place in ``classes``, whatever a dataset calls it.
+    mmdet's labels are numbers: a label stands for the name with its index in ``classes``, whatever a dataset calls it.
 
     Args:
         cfg: A config with ``<split>_dataloader``. Detectors that find what a text names are not checked.

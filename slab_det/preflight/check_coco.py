@@ -184,10 +184,10 @@ def _check_images_exist(coco: CocoFile, folder: str, split: str) -> None:
     listed: dict[str, set] = {}
     for image in coco.images.values():
         path = osp.join(folder, image['file_name'])
-        place, name = osp.split(path)
-        if place not in listed:
+        parent, name = osp.split(path)
+        if parent not in listed:
             # One listing is faster than a question for each file, above all over a network. Links may be broken.
-            entries = os.scandir(place) if osp.isdir(place) else ()
-            listed[place] = {entry.name for entry in entries if not entry.is_symlink()}
-        if name not in listed[place]:
+            entries = os.scandir(parent) if osp.isdir(parent) else ()
+            listed[parent] = {entry.name for entry in entries if not entry.is_symlink()}
+        if name not in listed[parent]:
             check_path(path, f'{split} image', 'data_prefix=dict(img=…)')

@@ -98,18 +98,18 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
 def _leave_out_unreadable(images: RepeatableImages, folder: str | Path) -> None:
     """Leaves out, with a warning, the images that the pipeline cannot read; DataError if there are no others."""
     errors = {}
-    for place in range(len(images)):
+    for number in range(len(images)):
         try:
-            images[place]
+            images[number]
         except DataError as error:
-            errors[place] = str(error)
+            errors[number] = str(error)
     if not errors:
         return
     counted = f'{folder}: {len(errors)} of {len(images)} images cannot be used'
     if len(errors) == len(images):
         raise DataError(f'{counted}; the first: {errors[0]}')
     MMLogger.get_current_instance().warning('\n  '.join([f'{counted} and are left out:', *errors.values()]))
-    images.indices = [index for place, index in enumerate(images.indices) if place not in errors]
+    images.indices = [index for number, index in enumerate(images.indices) if number not in errors]
 
 
 class RepeatableImages(Dataset):

@@ -20,8 +20,6 @@ from slab_det.common.config import to_values
 from slab_det.common.errors import CheckpointError, ConfigError, config_errors, name_some
 from slab_det.common.files import whole_file
 
-MARKER = 'last_checkpoint'
-
 
 def install_run_folder() -> None:
     """Makes mmengine write local files atomically, and remove a checkpoint only after the next one is written.
@@ -109,7 +107,7 @@ def find_latest_checkpoint(folder: str | Path) -> str | None:
         CheckpointError: If there is a ``last_checkpoint``, but no checkpoint.
     """
     folder = Path(folder)
-    marker = folder / MARKER
+    marker = folder / 'last_checkpoint'
     name = marker.read_text().strip() if marker.is_file() else ''
     # Look in the folder first: it may be a copy of the folder that last_checkpoint names.
     for candidate in (folder / Path(name).name, Path(name)):
@@ -121,6 +119,6 @@ def find_latest_checkpoint(folder: str | Path) -> str | None:
     if marker.exists():
         raise CheckpointError(
             f'{marker} names {name or "nothing"}, which is not there, and {folder} has no other '
-            f'checkpoint; give the checkpoint to resume from, or remove {MARKER} to start from the beginning'
+            f'checkpoint; give the checkpoint to resume from, or remove last_checkpoint to start from the beginning'
         )
     return None

@@ -8,7 +8,7 @@ from slab_det.backbones.blocks import ConvFFN, LinearFFN
 
 GELU = dict(type='GELU')
 KINDS = pytest.mark.parametrize('kind', [LinearFFN, ConvFFN])
-PLACES = pytest.mark.parametrize('ffn_norm', ['pre_act', 'post_act'])
+NORMS = pytest.mark.parametrize('ffn_norm', ['pre_act', 'post_act'])
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def batch_norm(x, state, training):
 
 
 @KINDS
-@PLACES
+@NORMS
 @pytest.mark.parametrize('training', [False, True])
 def test_the_norm_stands_where_its_name_says(kind, ffn_norm, training):
     ffn = kind(6, 10, GELU, ffn_norm=ffn_norm, norm_cfg=dict(type='TokenBN')).double()

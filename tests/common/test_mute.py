@@ -42,9 +42,9 @@ def test_the_first_handler_of_the_root_logger_is_muted_too(
 def test_logs_of_other_threads_pass() -> None:
     loggers, heard = [logging.getLogger('ours'), MMLogger.get_current_instance()], Heard()
     # mmengine's loggers pass nothing on to the root logger.
-    places = [logging.root, loggers[1]]
-    for place in places:
-        place.addHandler(heard)
+    parts = [logging.root, loggers[1]]
+    for part in parts:
+        part.addHandler(heard)
     try:
         with mute_log():
             loggers.append(logging.getLogger('first used while muted'))
@@ -54,8 +54,8 @@ def test_logs_of_other_threads_pass() -> None:
             loggers[0].error('broken')
         loggers[0].warning('after')
     finally:
-        for place in places:
-            place.removeHandler(heard)
+        for part in parts:
+            part.removeHandler(heard)
     assert heard.texts == [*(f'heard of {logger.name}' for logger in loggers), 'broken', 'after']
 
 

@@ -4,7 +4,7 @@ from conftest import differing
 from torch import nn
 
 from slab_det.fusion import CannotFold
-from slab_det.fusion.affine import PARTS, fold_into_input, fold_into_output
+from slab_det.fusion.affine import THIRDS, fold_into_input, fold_into_output
 
 LAYERS = [
     lambda bias: nn.Linear(6, 4, bias=bias),
@@ -53,7 +53,7 @@ def test_folds_are_computed_in_float64():
 
 
 @pytest.mark.parametrize('bias', [True, False])
-@pytest.mark.parametrize('part', PARTS)
+@pytest.mark.parametrize('part', THIRDS)
 def test_fold_into_some_projections_of_an_attention(part, bias):
     """The oracle applies the affine map only to the queries, keys or values that ``part`` names."""
     layer = nn.MultiheadAttention(6, 2, bias=bias).double().eval()

@@ -71,7 +71,7 @@ class Watched(SLABSwin):
     ('build', 'message'),
     [
         (without_config, r'no model and no train_dataloader: give Runner\(cfg='),
-        (with_own_model, r'\d+ weights differ \(backbone\..*slab-det convert'),
+        (with_own_model, r'\d+ weights differ \(backbone\..*Name the norms in the config'),
         (semi_supervised, r'SoftTeacher.*custom_hooks.*take model\.teacher'),
         (
             with_layer_norm,

@@ -72,19 +72,19 @@ def test_nms(fill, groups, count):
     stride = FixedOperators().stride(boxes, scores)
     if fill == 'NaN':
         assert not stride.isfinite() and not EagerOperators().stride(boxes, scores).isfinite()
-        # Stride 0 leaves boxes in place: at an infinite stride, none would overlap another.
+        # Stride 0 leaves boxes in index: at an infinite stride, none would overlap another.
         stride = torch.zeros_like(stride)
     else:
         assert torch.equal(stride, EagerOperators().stride(boxes, scores))
     for limit in (1000, 3):
         arguments = boxes, scores, labels, stride, 0.5, limit
-        (found, place), (expected, expected_place) = (
+        (found, index), (expected, expected_index) = (
             FixedOperators().suppress(*arguments),
             EagerOperators().suppress(*arguments),
         )
         assert torch.equal(found, expected), limit
         there = found > EMPTY
-        assert torch.equal(place[there], expected_place[there]), limit
+        assert torch.equal(index[there], expected_index[there]), limit
         if fill == 'equal':
             assert there.sum() == groups
 
@@ -104,8 +104,8 @@ def test_decode(clip):
     coder = DeltaXYWHBBoxCoder((0.1, 0, 0, 0.2), (0.1, 0.1, 0.2, 0.3), clip_border=clip)
     priors, values = some_boxes(1, 9)[0], 9 * torch.randn(9, 4, device=DEVICE)
     values[4, 1], limits = torch.nan, torch.tensor([50.0, 40, 50, 40], device=DEVICE)
-    place = torch.tensor([[8, 0, 0], [3, 4, 1]], device=DEVICE)
-    for arguments in ((values, limits, place), (9 * torch.randn(9, 3, 4, device=DEVICE), limits)):
+    index = torch.tensor([[8, 0, 0], [3, 4, 1]], device=DEVICE)
+    for arguments in ((values, limits, index), (9 * torch.randn(9, 3, 4, device=DEVICE), limits)):
         found = FixedOperators().decode(coder, priors, *arguments)
         expected = EagerOperators().decode(coder, priors, *arguments)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
@@ -130,9 +130,9 @@ def test_choice_of_scores_above_a_threshold():
     """The second level has fewer above the threshold than asked for, the third has none, and a NaN is not above."""
     levels = [torch.randn(30, device=DEVICE), torch.tensor([2.0, -3, torch.nan, 1], device=DEVICE) - 0.5]
     scored = [level.sigmoid() for level in (*levels, torch.full((5,), -9.0, device=DEVICE))]
-    (scores, place), expected = (kind().best_above(scored, 3, 0.5) for kind in (FixedOperators, EagerOperators))
+    (scores, index), expected = (kind().best_above(scored, 3, 0.5) for kind in (FixedOperators, EagerOperators))
     assert torch.equal(scores, expected[0]) and (scores > EMPTY).tolist() == [True] * 5 + [False] * 4
-    assert torch.equal(place[:5], expected[1][:5]) and place[3:5].tolist() == [30, 33]
+    assert torch.equal(index[:5], expected[1][:5]) and index[3:5].tolist() == [30, 33]
 
 
 @pytest.mark.parametrize(('channels', 'bins', 'dtype'), [(5, 3, torch.float32), (16, 2, torch.float16)], ids=str)
@@ -236,7 +236,7 @@ def test_deformable_attention(references, channels, dtype):
     offsets[0, 3], offsets[0, 4], offsets[0, 5, 0, 1, 2, 0] = 60000, -60000, torch.nan
     offsets[0, 6, 0, 0, 0, 0], offsets[0, 7] = torch.inf, 0
     found = deformable_kernels.sample_maps(values, sizes, centers, offsets, logits)
-    # A sample without a place is outside, as in mmcv's compiled operator.
+    # A sample without a position is outside, as in mmcv's compiled operator.
     offsets = torch.where(offsets.isfinite(), offsets, 60000)
     expected = sample_maps(values.double(), sizes, centers.double(), offsets.double(), logits.double())
     assert found.dtype == dtype and found.shape == (2, queries, 2 * channels) and expected.abs().max() > 1

@@ -86,7 +86,7 @@ def test_an_encoder_computes_in_half_precision_and_finds_its_samples_in_float32(
         return sample(values, sizes, references, *others)
 
     monkeypatch.setattr(deformable, 'sample_maps', record)
-    places = {}
+    references = {}
     for dtype in (torch.float32, torch.bfloat16):
         deployed = slab_det.deploy(model, dtype)
         halves = {name for name, parameter in deployed.named_parameters() if parameter.dtype == torch.bfloat16}
@@ -97,10 +97,10 @@ def test_an_encoder_computes_in_half_precision_and_finds_its_samples_in_float32(
         found = predict(deployed, images, valid=WIDTH - 150)
         assert len(found) > 5 and found.bboxes.isfinite().all() and found.bboxes.dtype == torch.float32
         assert seen[0][0] == dtype
-        places[dtype] = seen[0][1]
-    assert places[torch.bfloat16].dtype == torch.float32 and torch.equal(*places.values())
+        references[dtype] = seen[0][1]
+    assert references[torch.bfloat16].dtype == torch.float32 and torch.equal(*references.values())
     # In bfloat16 they would be rounded.
-    assert (places[torch.float32] != places[torch.float32].bfloat16().float()).float().mean() > 0.2
+    assert (references[torch.float32] != references[torch.float32].bfloat16().float()).float().mean() > 0.2
 
 
 def test_default_dtype_changes_nothing_in_a_deployed_detector(small_detector):

@@ -49,7 +49,7 @@ def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
     box, mask = figure.findobj(Axes)
     assert (box.get_ylabel(), mask.get_ylabel()) == ('box AP', 'mask AP')
     assert arrows(box) == [((27, 42.9), (21, 42.9))] and arrows(mask) == [((27, 39.2), (21, 39.2))]
-    faces = {place: to_rgba(line.get_markerfacecolor()) for place, line in markers(box).items()}
+    faces = {point: to_rgba(line.get_markerfacecolor()) for point, line in markers(box).items()}
     assert faces[27, 42.9] == faces[25, 43.0] == to_rgba('white')
     assert to_rgba('white') not in (faces[21, 42.9], faces[24, 43.9])
     labels = dict.fromkeys(entry.name for entry in SWIN)
@@ -70,8 +70,8 @@ def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
 def test_incomparable_entries_get_separate_panels(change: dict) -> None:
     other = timed('Swin-T', 'fused', 34, 46.2, **change)
     panels = ap_latency_figure([SWIN[0], other]).findobj(Axes)
-    places = [(axes.get_ylabel(), *markers(axes), arrows(axes)) for axes in panels]
-    assert places == [('box AP', (25, 43.0), []), ('mask AP', (25, 39.3), []), ('box AP', (34, 46.2), [])]
+    panels_hold = [(axes.get_ylabel(), *markers(axes), arrows(axes)) for axes in panels]
+    assert panels_hold == [('box AP', (25, 43.0), []), ('mask AP', (25, 39.3), []), ('box AP', (34, 46.2), [])]
 
 
 def test_svg_is_reproducible_and_keeps_text(tmp_path: Path) -> None:

@@ -66,12 +66,6 @@ def test_an_evaluator_whose_annotations_are_missing_is_named(root: Path) -> None
         check_data(cfg)
 
 
-def test_a_missing_image_is_named(root: Path) -> None:
-    (root / 'val/3.jpg').unlink()
-    with pytest.raises(DataError, match=r'image .*val/3\.jpg not found: correct data_prefix'):
-        check_data(run_cfg(root))
-
-
 @pytest.mark.parametrize(
     ('classes', 'message'),
     [

@@ -50,10 +50,10 @@ class DeployedRoIAlign(RoIAlign):
             column, column_weight = columns.pixels(chosen, num_columns)
             row = row + rois[chosen, 0].long()[:, None, None] * height
             # (n, bins_y, 1, rows, 1) and (n, 1, bins_x, 1, columns)
-            place = row[:, :, None, :, None] * width + column[:, None, :, None, :]
+            pixel = row[:, :, None, :, None] * width + column[:, None, :, None, :]
             weight = row_weight[:, :, None, :, None] * column_weight[:, None, :, None, :]
             shape = (-1, num_rows * num_columns)
-            sums = F.embedding_bag(place.view(shape), pixels, per_sample_weights=weight.view(shape), mode='sum')
+            sums = F.embedding_bag(pixel.view(shape), pixels, per_sample_weights=weight.view(shape), mode='sum')
             output[chosen] = sums.view(len(chosen), -1, channels)
         return output.view(len(rois), bins_y, bins_x, channels).permute(0, 3, 1, 2).to(x.dtype)
 
@@ -62,9 +62,9 @@ class _Samples:
     """Samples of RoIs along one side of the map.
 
     Attributes:
-        places: Place of each sample on the map, (K, bins, samples of the largest RoI).
-        weight: Weight of each sample: 1 / (samples per bin of its RoI); 0 outside of the map, and for places that hold
-            no sample.
+        positions: Position of each sample on the map, (K, bins, samples of the largest RoI).
+        weight: Weight of each sample: 1 / (samples per bin of its RoI); 0 outside of the map, and for positions that
+            hold no sample.
         first: The first pixel of each bin, (K, bins).
         touched: How many pixels the largest bin of each RoI touches, (K,).
     """
@@ -76,19 +76,19 @@ class _Samples:
         # In the dtype of the coordinates: an integer plus 0.5 would have the default dtype.
         bin, sample = (torch.arange(count).to(start) for count in (bins, int(number.max().clamp(1))))
         bin = bin[:, None]
-        places = start + step * (bin + (sample + 0.5) / number.clamp(min=1))
+        positions = start + step * (bin + (sample + 0.5) / number.clamp(min=1))
         # Samples up to one pixel outside of the map move to its edge.
-        counts = (places >= -1) & (places <= size) & (sample < number)
-        self.weight, self.places = counts / number.clamp(min=1), places.clamp(0, size - 1)
-        ends = torch.where(sample < number, self.places, self.places[..., :1]).aminmax(dim=-1)
-        # An index cannot be NaN; the weights of NaN places are NaN, and so are their sums.
+        counts = (positions >= -1) & (positions <= size) & (sample < number)
+        self.weight, self.positions = counts / number.clamp(min=1), positions.clamp(0, size - 1)
+        ends = torch.where(sample < number, self.positions, self.positions[..., :1]).aminmax(dim=-1)
+        # An index cannot be NaN; the weights of NaN positions are NaN, and so are their sums.
         self.first, last = (end.nan_to_num().long() for end in ends)
         self.touched = (last - self.first).amax(-1) + 2
 
     def pixels(self, chosen: Tensor, touched: int) -> tuple[Tensor, Tensor]:
         """The pixels that each bin of the chosen RoIs touches, and their weights, (n, bins, touched)."""
         pixels = self.first[chosen, :, None] + torch.arange(touched)
-        distance = (self.places[chosen, :, :, None] - pixels[:, :, None]).abs()
+        distance = (self.positions[chosen, :, :, None] - pixels[:, :, None]).abs()
         return pixels.clamp(max=self.size - 1), ((1 - distance).clamp(min=0) * self.weight[chosen, ..., None]).sum(2)
 
 

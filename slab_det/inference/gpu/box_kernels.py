@@ -1,6 +1,6 @@
-"""Box operators that never wait for the GPU: their tensors have a place for every possible box.
+"""Box operators that never wait for the GPU: their tensors have a slot for every possible box.
 
-In the kernels, boxes are corners (x1, y1, x2, y2) in float32. A place whose score is -1 (``EMPTY``) has no box.
+In the kernels, boxes are corners (x1, y1, x2, y2) in float32. A slot whose score is -1 (``EMPTY``) has no box.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if triton is not None:
         return a | b
 
     @triton.jit
-    def _moved_boxes(corners, scores, groups, stride, place, known):
-        # Loads 64 boxes, moved apart by `groups`, and whether any box is there. Empty places get boxes without area.
-        known = known & (tl.load(scores + place, mask=known, other=-1.0) != -1.0)
-        move = tl.load(groups + place, mask=known, other=0).to(tl.float32) * tl.load(stride)
-        x1 = tl.where(known, tl.load(corners + place * 4, mask=known, other=0.0) + move, 0.0)
-        y1 = tl.where(known, tl.load(corners + place * 4 + 1, mask=known, other=0.0) + move, 0.0)
-        x2 = tl.where(known, tl.load(corners + place * 4 + 2, mask=known, other=0.0) + move, 0.0)
-        y2 = tl.where(known, tl.load(corners + place * 4 + 3, mask=known, other=0.0) + move, 0.0)
+    def _moved_boxes(corners, scores, groups, stride, index, known):
+        # Loads 64 boxes, moved apart by `groups`, and whether any box is there. Empty slots get boxes without area.
+        known = known & (tl.load(scores + index, mask=known, other=-1.0) != -1.0)
+        move = tl.load(groups + index, mask=known, other=0).to(tl.float32) * tl.load(stride)
+        x1 = tl.where(known, tl.load(corners + index * 4, mask=known, other=0.0) + move, 0.0)
+        y1 = tl.where(known, tl.load(corners + index * 4 + 1, mask=known, other=0.0) + move, 0.0)
+        x2 = tl.where(known, tl.load(corners + index * 4 + 2, mask=known, other=0.0) + move, 0.0)
+        y2 = tl.where(known, tl.load(corners + index * 4 + 3, mask=known, other=0.0) + move, 0.0)
         return x1, y1, x2, y2, tl.max(known.to(tl.int32), 0)
 
     @triton.jit
@@ -69,9 +69,9 @@ if triton is not None:
         # Suppresses the boxes of a batch, 64 at a time: first within the 64, then the later boxes that they overlap.
         # Bit j of the words of `kept` says that box j is kept.
         batch = tl.program_id(0)
-        place, lane, bits = tl.arange(0, SCORES), tl.arange(0, LANES), tl.arange(0, 64).to(tl.int64)
-        given = tl.load(scores + batch * K + place, mask=place < K, other=-1.0)
-        count = tl.max(tl.where(given != -1.0, place + 1, 0), 0)
+        index, lane, bits = tl.arange(0, SCORES), tl.arange(0, LANES), tl.arange(0, 64).to(tl.int64)
+        given = tl.load(scores + batch * K + index, mask=index < K, other=-1.0)
+        count = tl.max(tl.where(given != -1.0, index + 1, 0), 0)
         removed = tl.zeros([LANES], tl.int64)
         one = tl.full([], 1, tl.int64)
         block, found = 0, one * 0
@@ -97,19 +97,19 @@ if triton is not None:
         tl.store(kept + batch * W + lane, tl.zeros([LANES], tl.int64), mask=(lane >= block) & (lane < W))
 
     @triton.jit
-    def _kept_scores(scores, kept, place, K, W, N):
-        # Loads the scores at these places; suppressed boxes get -1.
-        known = place < N
-        word = tl.load(kept + (place // K) * W + (place % K) // 64, mask=known, other=0)
-        stays = ((word >> (place % K % 64).to(tl.int64)) & 1) == 1
-        return tl.where(stays, tl.load(scores + place, mask=known, other=-1.0), -1.0)
+    def _kept_scores(scores, kept, index, K, W, N):
+        # Loads the scores of these boxes; suppressed boxes get -1.
+        known = index < N
+        word = tl.load(kept + (index // K) * W + (index % K) // 64, mask=known, other=0)
+        stays = ((word >> (index % K % 64).to(tl.int64)) & 1) == 1
+        return tl.where(stays, tl.load(scores + index, mask=known, other=-1.0), -1.0)
 
     @triton.jit
     def _rank_kernel(scores, kept, out_scores, out_place, K, W, N, limit, OWN: tl.constexpr, OTHERS: tl.constexpr):
         # Writes OWN boxes at their ranks among the boxes of all batches, up to the limit. The rank of a box is the
         # number of better boxes plus the number of equal boxes before it.
-        place = tl.program_id(0) * OWN + tl.arange(0, OWN)
-        score = _kept_scores(scores, kept, place, K, W, N)
+        index = tl.program_id(0) * OWN + tl.arange(0, OWN)
+        score = _kept_scores(scores, kept, index, K, W, N)
         # A NaN score ranks first.
         key = tl.where(score == score, score, float('inf'))
         rank = tl.zeros([OWN], tl.int32)
@@ -117,22 +117,22 @@ if triton is not None:
             other = start + tl.arange(0, OTHERS)
             value = _kept_scores(scores, kept, other, K, W, N)
             value = tl.where(value == value, value, float('inf'))
-            equal = (value[None, :] == key[:, None]) & (other[None, :] < place[:, None])
+            equal = (value[None, :] == key[:, None]) & (other[None, :] < index[:, None])
             before = ((value[None, :] > key[:, None]) | equal) & (other[None, :] < N)
             rank += tl.sum(before.to(tl.int32), 1)
-        chosen = (place < N) & (rank < limit)
+        chosen = (index < N) & (rank < limit)
         tl.store(out_scores + rank, score, mask=chosen)
-        tl.store(out_place + rank, place.to(tl.int64), mask=chosen)
+        tl.store(out_place + rank, index.to(tl.int64), mask=chosen)
 
     @triton.jit
     def _stride_kernel(corners, scores, stride, N, BLOCK: tl.constexpr):
         # Raises the stride to 1 plus the largest coordinate of BLOCK boxes, or to infinity if a coordinate is NaN.
-        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        there = (place < N) & (tl.load(scores + place, mask=place < N, other=-1.0) > -1.0)
-        x1 = tl.load(corners + place * 4, mask=there, other=0.0)
-        y1 = tl.load(corners + place * 4 + 1, mask=there, other=0.0)
-        x2 = tl.load(corners + place * 4 + 2, mask=there, other=0.0)
-        y2 = tl.load(corners + place * 4 + 3, mask=there, other=0.0)
+        index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        there = (index < N) & (tl.load(scores + index, mask=index < N, other=-1.0) > -1.0)
+        x1 = tl.load(corners + index * 4, mask=there, other=0.0)
+        y1 = tl.load(corners + index * 4 + 1, mask=there, other=0.0)
+        x2 = tl.load(corners + index * 4 + 2, mask=there, other=0.0)
+        y2 = tl.load(corners + index * 4 + 3, mask=there, other=0.0)
         largest = tl.maximum(tl.maximum(x1, y1), tl.maximum(x2, y2))
         # tl.maximum ignores NaN, and a sum does not.
         total = x1 + y1 + x2 + y2
@@ -151,14 +151,14 @@ if triton is not None:
 
     @triton.jit
     def _decode_kernel(
-        priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
+        priors, values, index, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
         PER: tl.constexpr, AT: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # Decodes BLOCK boxes: with AT the boxes of the anchors at `place`, without AT the PER boxes of each proposal.
+        # Decodes BLOCK boxes: with AT the boxes of the anchors at `index`, without AT the PER boxes of each proposal.
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         known = i < N
         if AT:
-            prior = tl.load(place + i, mask=known, other=0)
+            prior = tl.load(index + i, mask=known, other=0)
             value = values + prior * 4
         else:
             prior = i // PER
@@ -260,17 +260,17 @@ class FixedOperators(BoxOperators):
         rows = levels[0].new_full((len(levels), width), -torch.inf)
         for row, level in zip(rows, levels, strict=True):
             row[: len(level)] = level
-        scores, place = rows.topk(count)
+        scores, index = rows.topk(count)
         there = torch.arange(count, device=device) < numbers(sizes, device, torch.float32)[:, None]
-        scores, place = torch.where(there, scores.sigmoid(), EMPTY), torch.where(there, place, 0)
+        scores, index = torch.where(there, scores.sigmoid(), EMPTY), torch.where(there, index, 0)
         starts = numbers(tuple(sum(sizes[:i]) for i in range(len(sizes))), device, torch.int64)
         level = numbers(tuple(range(len(sizes))), device, torch.float32)[:, None].expand_as(scores)
-        return scores, place + starts[:, None], level
+        return scores, index + starts[:, None], level
 
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         count, stride = min(CANDIDATES, len(scores)), self.stride(corners, scores)
-        best, place = scores.topk(count)
-        return corners[place], best, place, stride, (scores > EMPTY).sum() <= count
+        best, index = scores.topk(count)
+        return corners[index], best, index, stride, (scores > EMPTY).sum() <= count
 
     def suppress(
         self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
@@ -289,11 +289,11 @@ class FixedOperators(BoxOperators):
             words, scores, kept, limit, size, num_words, LANES=lanes, SCORES=padded, num_warps=4 if lanes > 16 else 1
         )
         best = torch.empty(limit, dtype=scores.dtype, device=device)
-        place = torch.empty(limit, dtype=torch.int64, device=device)
+        index = torch.empty(limit, dtype=torch.int64, device=device)
         _rank_kernel[(triton.cdiv(total, 16),)](
-            scores, kept, best, place, size, num_words, total, limit, OWN=16, OTHERS=512
+            scores, kept, best, index, size, num_words, total, limit, OWN=16, OTHERS=512
         )
-        return best, place
+        return best, index
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
         rows, columns = logits.shape
@@ -305,15 +305,15 @@ class FixedOperators(BoxOperators):
         return out
 
     def decode(
-        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None
+        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, index: Tensor | None = None
     ) -> Tensor:
         deltas = deltas if deltas.stride()[-2:] == (4, 1) else deltas.contiguous()
-        shape = deltas.shape if place is None else (*place.shape, 4)
+        shape = deltas.shape if index is None else (*index.shape, 4)
         out = torch.empty(shape, dtype=torch.float32, device=deltas.device)
         total, scales = out.numel() // 4, (*map(float, coder.means), *map(float, coder.stds))
         _decode_kernel[(triton.cdiv(total, 128),)](
-            priors.contiguous(), deltas, priors if place is None else place.contiguous(), limits, out, total, *scales,
-            MAX_LOG_RATIO, deltas.stride(0), PER=1 if place is not None else shape[1], AT=place is not None,
+            priors.contiguous(), deltas, priors if index is None else index.contiguous(), limits, out, total, *scales,
+            MAX_LOG_RATIO, deltas.stride(0), PER=1 if index is not None else shape[1], AT=index is not None,
             CLIP=bool(coder.clip_border), BLOCK=128, num_warps=1,
         )  # fmt: skip
         return out
@@ -331,7 +331,7 @@ class FixedOperators(BoxOperators):
         """See :meth:`BoxOperators.pool`; regions are channels last, in the dtype of the maps."""
         layers, channels = extractor.roi_layers, features[0].shape[1]
         bins, scales, missing = layers[0].output_size[0], [layer.spatial_scale for layer in layers], 4 - len(layers)
-        # Empty places get boxes without area, which need no samples.
+        # Empty slots get boxes without area, which need no samples.
         boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
         levels = map_levels(extractor, boxes)
         maps = [x.permute(0, 2, 3, 1).contiguous() for x in features[: len(layers)]]

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention as one kernel: softmax, places of the samples, and their weighted sum."""
+"""Multi-scale deformable attention as one kernel: softmax, positions of the samples, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ if triton is not None:
                     for k in tl.static_range(2):
                         inside = known & (top + j >= 0) & (top + j < H) & (left + k >= 0) & (left + k < W)
                         share = weight * (fy if j == 1 else 1 - fy) * (fx if k == 1 else 1 - fx)
-                        place = (image * K + start + (top + j) * W + left + k) * HEADS + head
+                        source = (image * K + start + (top + j) * W + left + k) * HEADS + head
                         read = inside[:, None] & (channel < C)[None, :]
-                        value = tl.load(values + place[:, None] * C + channel[None, :], mask=read, other=0.0)
+                        value = tl.load(values + source[:, None] * C + channel[None, :], mask=read, other=0.0)
                         # The share of a sample far outside may be infinite.
                         sum += tl.where(inside, share, 0.0)[:, None] * value.to(tl.float32)
         to = out + (row.to(tl.int64) * HEADS + head)[:, None] * C + channel[None, :]

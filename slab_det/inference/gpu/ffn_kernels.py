@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.fusion.channels import find_channels
 from slab_det.inference.gpu import kernels
-from slab_det.inference.gpu.kernels import triton
+from slab_det.inference.gpu.kernels import MIN_SIDE, triton
 
 # Tokens, hidden channels, warps and stages of a program: within 5 % of the best of eight settings on an H100.
 TILE = 64, 32, 4, 3
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
-# The smallest matrix side that tl.dot accepts, and the most channels that one program holds.
-MIN_SIDE, MAX_CHANNELS = 16, 192
+# The most channels that one program holds.
+MAX_CHANNELS = 192
 
 if triton is not None:
     import triton.language as tl
@@ -84,7 +84,7 @@ def known_ffn(ffn: nn.Module) -> FFNLayers | None:
     if unit.reason or len(unit.between) > 1:
         return None
     fc1, activation, fc2 = map(ffn.get_submodule, (*unit.writers, *unit.between, *unit.readers))
-    if fc1.bias is None or type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return FFNLayers(fc1, ACTIVATIONS[type(activation)], fc2)
 

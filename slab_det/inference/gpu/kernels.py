@@ -15,6 +15,9 @@ try:
 except ImportError:  # PyTorch for CPUs
     triton = None
 
+# The smallest matrix side that tl.dot accepts.
+MIN_SIDE = 16
+
 
 def can_run(x: Tensor) -> bool:
     """Whether kernels can run on ``x``: it is on the current GPU, and torch.compile and autocast are off."""
@@ -38,9 +41,9 @@ if triton is not None:
     ):
         # Adds the nearest pixels of the coarse map, as F.interpolate chooses them, to PIXELS pixels of x.
         pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
-        image, place = pixel // (H * W), pixel % (H * W)
-        row = tl.minimum(tl.floor((place // W).to(tl.float32) * scale_y).to(tl.int32), h - 1)
-        column = tl.minimum(tl.floor((place % W).to(tl.float32) * scale_x).to(tl.int32), w - 1)
+        image, inside = pixel // (H * W), pixel % (H * W)
+        row = tl.minimum(tl.floor((inside // W).to(tl.float32) * scale_y).to(tl.int32), h - 1)
+        column = tl.minimum(tl.floor((inside % W).to(tl.float32) * scale_x).to(tl.int32), w - 1)
         channel = tl.arange(0, CHANNELS)
         known = (pixel < N)[:, None] & (channel < C)[None, :]
         at = x + pixel.to(tl.int64)[:, None] * C + channel[None, :]

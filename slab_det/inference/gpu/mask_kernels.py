@@ -36,10 +36,10 @@ if triton is not None:
             for j in tl.static_range(2):
                 for i in tl.static_range(2):
                     inside = (top + j >= 0) & (top + j < M) & (left + i >= 0) & (left + i < M)
-                    place = masks + mask * M * M + (top + j) * M + left + i
+                    source = masks + mask * M * M + (top + j) * M + left + i
                     weight_y = dy if j == 1 else 1 - dy
                     weight_x = dx if i == 1 else 1 - dx
-                    value += tl.load(place, mask=inside, other=0.0) * weight_y * weight_x
+                    value += tl.load(source, mask=inside, other=0.0) * weight_y * weight_x
         tl.store(out + (mask.to(tl.int64) * H + row) * W + column, (value >= threshold).to(tl.int8), mask=column < W)
 
 

@@ -26,7 +26,7 @@ class StaticDetector:
         self.family.check_fixed()
 
     def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
-        """Computes from an image (1, 3, H, W) what :meth:`Family.predict` makes predictions from.
+        """Computes from an image (1, 3, H, W) what :meth:`slab_det.families.Family.predict` makes predictions from.
 
         Args:
             image: Normalised and padded.

@@ -1,4 +1,4 @@
-"""Window attention as kernels that read and write each token at its place in the map, without copying windows."""
+"""Window attention as kernels that read and write each token where the map has it, without copying windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slab_det.attention.linear import SimplifiedWindowAttention
 from slab_det.attention.window_index import WindowIndex
 from slab_det.families.constants import constant
 from slab_det.inference.gpu import kernels
-from slab_det.inference.gpu.kernels import triton
+from slab_det.inference.gpu.kernels import MIN_SIDE, triton
 
 # Slots without a token: PADDING pads the map and has q, k and v; NOTHING pads N to a power of 2 and has none.
 PADDING, NOTHING = -1, -2
@@ -22,8 +22,8 @@ PADDING, NOTHING = -1, -2
 EXCLUDED_LOGIT = -1e4
 # Number of tiles, of 64 slots each, that one program sums.
 SUM_TILES = 7
-# The smallest matrix side that tl.dot accepts, and the most head channels and slots that one program holds.
-MIN_SIDE, MAX_HEAD_DIMS, MAX_SLOTS = 16, 128, 256
+# The most head channels and slots that one program holds.
+MAX_HEAD_DIMS, MAX_SLOTS = 128, 256
 
 if triton is not None:
     import triton.language as tl
@@ -98,8 +98,8 @@ if triton is not None:
             at = sums + ((window * tl.num_programs(1) + head) * PARTS + part) * (D + 1) * D
             product += tl.load(at + d[:, None] * D + d[None, :])
             total += tl.load(at + D * D + d)
-        places, pad = slots + (window % NW) * N, padding + (2 * C + channel)[None, :]
-        token = tl.load(places + slot, mask=slot < N, other=-2)
+        own_slots, pad = slots + (window % NW) * N, padding + (2 * C + channel)[None, :]
+        token = tl.load(own_slots + slot, mask=slot < N, other=-2)
         inside = (token >= 0)[:, None]
         row = image + tl.where(token >= 0, token, 0)
         q = tl.load(qkv + row[:, None] * (3 * C) + channel[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -109,7 +109,7 @@ if triton is not None:
         for i in range(0, 25):
             y, x = slot // SIDE + i // 5 - 2, slot % SIDE + i % 5 - 2
             there = (y >= 0) & (y < SIDE) & (x >= 0) & (x < SIDE) & (slot < SIDE * SIDE)
-            near = tl.load(places + y * SIDE + x, mask=there, other=-2)
+            near = tl.load(own_slots + y * SIDE + x, mask=there, other=-2)
             at = qkv + (image + tl.where(near >= 0, near, 0))[:, None] * (3 * C) + (2 * C + channel)[None, :]
             v = tl.where((near == -1)[:, None], tl.load(pad), tl.load(at, mask=(near >= 0)[:, None], other=0.0))
             mixed += v.to(tl.float32) * tl.load(weight + d * 25 + i)[None, :].to(tl.float32)
