@@ -74,8 +74,9 @@ def optimize(
         out: Folder for the result: new, empty, or of an earlier call. ``slab_det.load_detector(out)`` serves the
             recommended form, from the first minute on: the folder is written after each step. ``out/work`` holds what
             was measured; the same call goes on from there.
-        minutes: A deadline: no step begins after it. Making, loading and first measuring a form is a step, and so is
-            each further round. Only the original detector is measured in any case.
+        minutes: A deadline: no step begins after it. To absorb a detector, to export it, to calibrate its int8 file, and
+            to load and first measure a form are steps, and so is each further round. Only the original detector is
+            measured in any case.
         max_loss: Largest loss of AP, in points from 0 to 100.
         eval: Also measure AP of the original and the recommended form, on ``val_dataloader`` of the config. The
             measured loss then replaces the expected one. It is not part of ``minutes``.

@@ -18,7 +18,7 @@ from slab_det.measure.timer import PAUSE_SECONDS, take_turns, time_call
 from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.records import TRUTH, Records
-from slab_det.optimization.variants import Variants
+from slab_det.optimization.variants import Step, Variants
 
 # Fewest rounds of a form: with fewer, it is not called faster.
 LEAST_ROUNDS = SURE_ROUNDS
@@ -34,8 +34,8 @@ class Turns:
         images: The images.
         device: 'cpu' or 'cuda'.
         threads: CPU threads of every runtime.
-        deadline: When no form is loaded and no round begins any more, by ``time.monotonic``; the original detector, and
-            forms that were loaded before, are measured nevertheless.
+        deadline: When no file is made, no form loaded and no round begun any more, by ``time.monotonic``; the original
+            detector, and forms that were loaded before, are measured nevertheless.
         progress: Print each step, and show progress bars.
 
     Attributes:
@@ -106,17 +106,17 @@ class Turns:
             if missing := form.find_missing(self.device):
                 self._fail(form.key, f'needs {missing}')
                 continue
-            if self.is_late() and not is_required:
-                continue
-            start = time.monotonic()
             try:
-                self._load(form)
+                for step in [*self.variants.steps(form), Step('ready', partial(self._load, form))]:
+                    if self.is_late() and not is_required:
+                        break
+                    start = time.monotonic()
+                    step.make()
+                    self.say(f'  {form.title}: {step.done} after {time.monotonic() - start:.0f} s')
             except Exception as error:
                 if is_required:
                     raise
                 self._fail(form.key, error)
-            else:
-                self.say(f'  {form.title}: ready after {time.monotonic() - start:.0f} s')
         self.records.save()
 
     def unload(self, keys: Container[str]) -> None:
@@ -128,7 +128,7 @@ class Turns:
 
     def _load(self, form: Form) -> None:
         image = self.order[0]
-        config, weights = self.variants.files(form)
+        config, weights = self.variants.paths(form)
         info = asdict(form) | dict(disk_mb=sum(path.stat().st_size for path in (config, weights)) / 1e6)
         with memory_growth(self.device) as memory:
             device = None if form.is_exported else self.device

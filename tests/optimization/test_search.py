@@ -260,6 +260,61 @@ def test_no_step_begins_after_the_deadline(
     assert 'Not measured in the time: ONNX Runtime, float32; ' in str(report)
 
 
+def test_each_step_of_a_form_begins_before_the_deadline_and_is_done_once(
+    files: Path, optimized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, now, begun, ready = tmp_path / 'out', 0.0, [], rounds(optimized).parent
+    monkeypatch.setattr(forms, 'TABLE', [row for row in forms.TABLE if row.runtime in ('eager', 'onnxruntime')])
+    monkeypatch.setattr(module._Search, '_choose_engines', lambda self: [forms.Form('onnxruntime')])
+    monkeypatch.setattr(module, 'draw_pictures', lambda *_: None)
+    for each in (module, turns):
+        monkeypatch.setattr(each, 'time', SimpleNamespace(monotonic=lambda: now))
+
+    def pretend(kind: str, target: Path, *sources: str) -> None:
+        """A step of 40 s that copies the files of the finished optimization."""
+        nonlocal now
+        begun.append((kind, target.name, now))
+        for source in sources:
+            shutil.copyfile(ready / source, target.with_name(source.replace('channels75', target.stem)))
+        shutil.copyfile(ready / f'{"original" if target.suffix == ".onnx" else "channels75"}{kind}', target)
+        now += 40
+
+    steps = dict(
+        _absorb=lambda self, form, path: pretend('.pth', path, 'channels75_config.py'),
+        _export=lambda self, config, checkpoint, path: pretend('.onnx', path),
+        _calibrate=lambda self, plain, path: pretend('.int8.onnx', path),
+    )
+    for name, step in steps.items():
+        monkeypatch.setattr(turns.Variants, name, step)
+    calls = 0
+    while not calls or len(begun) > before:
+        calls, before, start = calls + 1, len(begun), now
+        report = run(files, out, minutes=0.5)
+        assert all(start <= when < start + 30 for *_, when in begun[before:]), begun
+        # The second is begun after the deadline of 30 s.
+        assert len(begun) - before <= 1
+        assert {*report.content['not_measured']} or len(begun) == before
+        assert slab_det.load_detector(out)(np.full((80, 96, 3), 90, np.uint8))
+    kinds = [(kind, name) for kind, name, _ in begun]
+    # The variant without LayerNorms has fewer channels too where these lose no more than they may.
+    norms = kinds[-1][1].removesuffix('.onnx')
+    assert kinds == [
+        ('.onnx', 'original.onnx'),
+        ('.pth', 'channels75.pth'),
+        ('.onnx', 'channels75.onnx'),
+        ('.int8.onnx', 'original.int8.onnx'),
+        ('.pth', f'{norms}.pth'),
+        ('.onnx', f'{norms}.onnx'),
+    ]
+    assert norms.endswith('norms') and calls == 7 and {*entries(out)} == {
+        'eager',
+        'onnxruntime',
+        'onnxruntime-int8',
+        'onnxruntime-channels75',
+        f'onnxruntime-{norms}',
+    }
+
+
 def serve(folder: Path, image: Path, queue: multiprocessing.Queue) -> None:
     torch.set_num_threads(2)
     queue.put(slab_det.load_detector(folder)(image).pred_instances.scores.tolist())
