@@ -71,7 +71,7 @@ def round_precision(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _forward_rounded(forward: Callable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast(lambda x: x.to(dtype).to(x.dtype), (args, kwargs))
+    args, kwargs = _cast_arguments(lambda x: x.to(dtype).to(x.dtype), args, kwargs)
     with RoundedArithmetic(dtype):
         return forward(*args, **kwargs)
 
@@ -119,9 +119,13 @@ def _cast(cast: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    return _cast_arguments(lambda x: x.to(dtype), args, kwargs)
+
+
+def _cast_arguments(cast: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     # An encoder computes the places of samples from these.
     exact = {name: kwargs[name] for name in ('valid_ratios', 'reference_points') if name in kwargs}
-    args, kwargs = _cast(lambda x: x.to(dtype), (args, kwargs))
+    args, kwargs = _cast(cast, (args, kwargs))
     return args, kwargs | exact
 
 

@@ -290,10 +290,9 @@ def test_each_step_of_a_form_begins_before_the_deadline_and_is_done_once(
     calls, before = 0, -1
     while len(begun) > before:
         calls, before, start = calls + 1, len(begun), now
-        report = run(files, out, minutes=0.5)
-        assert all(start <= when < start + 30 for *_, when in begun[before:]), begun
-        # A second one would begin after the deadline of 30 s.
-        assert len(begun) - before <= 1
+        report = run(files, out, minutes=1)
+        # The third of a call would begin after 80 s.
+        assert all(start <= when < start + 60 for *_, when in begun[before:]), begun
         assert {*report.content['not_measured']} or len(begun) == before
         assert slab_det.load_detector(out)(np.full((80, 96, 3), 90, np.uint8))
     kinds = [(kind, name) for kind, name, _ in begun]
@@ -307,7 +306,7 @@ def test_each_step_of_a_form_begins_before_the_deadline_and_is_done_once(
         ('.pth', f'{norms}.pth'),
         ('.onnx', f'{norms}.onnx'),
     ]
-    assert norms.endswith('norms') and calls == len(kinds) + 1
+    assert norms.endswith('norms') and calls == len(kinds) / 2 + 1
     measured = {'eager', *(f'onnxruntime{part}' for part in ('', '-int8', '-channels75', f'-{norms}'))}
     assert {*entries(out)} == measured
 
@@ -407,13 +406,10 @@ def test_what_a_user_may_do_wrong(files: Path, tmp_path: Path, optimized: Path) 
         run(files, tmp_path / 'out', minutes=0)
     with pytest.raises(ConfigError, match='there is no such config'):
         slab_det.optimize('none.py', files / 'small.pth', files / 'data', tmp_path / 'out')
-
-
-def test_a_folder_that_cannot_be_made_is_named(files: Path, tmp_path: Path) -> None:
-    out = files / 'small.py' / 'out'
+    impossible = files / 'small.py' / 'out'
     with pytest.raises(OSError) as refused:
-        run(files, out)
-    assert refused.value.filename == str(out)
+        run(files, impossible)
+    assert refused.value.filename == str(impossible)
 
 
 def test_a_folder_of_somebody_else_stays_as_it_is(
@@ -428,7 +424,7 @@ def test_a_folder_of_somebody_else_stays_as_it_is(
     assert {path.read_text() for path in tmp_path.rglob('*') if path.is_file()} == {'mine'}
 
 
-@pytest.mark.parametrize('count', [1, 3, 5])
+@pytest.mark.parametrize('count', [1, 5])
 def test_too_few_images_are_refused_before_the_work(files: Path, tmp_path: Path, count: int) -> None:
     with pytest.raises(DataError, match=f'{count} images?, but at least 6 are needed'):
         run(files, tmp_path / 'out', num_images=count)
