@@ -48,7 +48,9 @@ class Row(NamedTuple):
         precision: Of most layers.
         need: What it needs of the machine, besides packages; PyTorch on a CPU runs without, but slowly.
         is_tried: Whether ``optimize`` measures it.
-        argument: The ``precision`` of :func:`slab_det.export.load_runtime` for an exported file.
+        argument: The ``precision`` of :func:`slab_det.export.load_runtime` for an exported file; 'f32' computes a file
+            in the precision that it was written in.
+        is_written: Whether :func:`slab_det.export.export_onnx` writes files in it; int8 files are made of these.
     """
 
     runtime: str
@@ -57,6 +59,7 @@ class Row(NamedTuple):
     need: Need | None = None
     is_tried: bool = True
     argument: str = ''
+    is_written: bool = False
 
 
 OF_FILES = ('threads', 'precision')
@@ -87,8 +90,10 @@ TABLE = (
     Row('torch', 'cuda', 'float32', GPU),
     Row('torch', 'cuda', 'float16', GPU),
     Row('torch', 'cuda', 'bfloat16', GPU, is_tried=False),
-    Row('onnxruntime', 'cpu', 'float32', argument='f32'),
+    Row('onnxruntime', 'cpu', 'float32', argument='f32', is_written=True),
     Row('onnxruntime', 'cpu', 'int8', argument='f32'),
+    # For programs that run the file on a GPU: on a CPU ONNX Runtime casts around most operators.
+    Row('onnxruntime', 'cpu', 'float16', is_tried=False, argument='f32', is_written=True),
     Row('openvino', 'cpu', 'float32', argument='f32'),
     Row('openvino', 'cpu', 'bfloat16', OPENVINO_BFLOAT16, argument='bf16'),
     Row('openvino', 'cpu', 'int8', argument='f32'),
@@ -104,6 +109,11 @@ def precisions(runtime: str) -> tuple[str, ...]:
 def precision_arguments(*runtimes: str) -> tuple[str, ...]:
     """What ``precision`` of :func:`slab_det.export.load_runtime` may be with one of some runtimes of exported files."""
     return tuple(dict.fromkeys(row.argument for row in TABLE if row.runtime in runtimes))
+
+
+def written_precisions() -> tuple[str, ...]:
+    """The precisions in which :func:`slab_det.export.export_onnx` writes files."""
+    return tuple(dict.fromkeys(row.precision for row in TABLE if row.is_written))
 
 
 def find_row(runtime: str, device: str, precision: str) -> Row | None:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from slab_det.cli import command
+from slab_det.runtimes import written_precisions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=17,
         metavar='N',
         help='version of the ONNX operators, 16 to 20 (default %(default)s)',
+    )
+    parser.add_argument(
+        '--dtype',
+        choices=written_precisions(),
+        default='float32',
+        help='of weights and layers; boxes stay in float32, float16 is for GPUs (default %(default)s)',
     )
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='also compare on noise of this size')
     parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='also compare on photographs')
@@ -39,6 +46,7 @@ def main(args: argparse.Namespace) -> None:
     """Exports ``args.checkpoint`` to ``args.out``, and with ``--int8`` to a second file."""
     import mmcv
     import numpy as np
+    import torch
 
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import image_loader, read_config
@@ -60,6 +68,8 @@ def main(args: argparse.Namespace) -> None:
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
     if (args.images or args.calibrate_with or args.data_root or args.reduce_range) and not args.int8:
         raise SlabDetError('--images, --calibrate-with, --data-root and --reduce-range are for int8; add --int8')
+    if args.int8 and args.dtype != 'float32':
+        raise SlabDetError(f'--int8 quantizes a float32 file; leave out --dtype {args.dtype}')
     # Missing images and read-only folders must raise before minutes of export.
     check_writable(args.out, int8 if args.int8 else None)
     if args.int8:
@@ -83,8 +93,8 @@ def main(args: argparse.Namespace) -> None:
         images.append(np.ascontiguousarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32))
     check_statistics(detector, args.checkpoint)
     with whole_file(args.out) as name:
-        export_onnx(detector, name, args.scope, args.opset)
-        print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
+        export_onnx(detector, name, args.scope, args.opset, getattr(torch, args.dtype))
+        print(f'The file in ONNX Runtime, {args.dtype}, against the detector in PyTorch, float64:')
         for check in check_parity(detector, load_runtime(name), images):
             print(f'  {check}')
     print(f'Written to {args.out}')

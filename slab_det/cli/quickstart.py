@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
     cfg = read_config(str(trained[0]))
     init_default_scope('mmdet')
     pictures = Path(DATASETS.build(cfg.train_dataloader.dataset).get_data_info(0)['img_path']).parent
-    search = ('--images', pictures, '--num-images', 60, '--minutes', MINUTES, '--eval')
+    search = ('--images', pictures, '--minutes', MINUTES, '--eval')
     call('optimize.py', *trained, '--out', optimized, *search)
     call('train.py', find_config('quickstart_mask_rcnn_bn_ffnbn_swin.py'), '--work-dir', work_dir, *options)
 

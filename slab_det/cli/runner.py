@@ -15,8 +15,8 @@ from slab_det.common.distributed import unwrap
 from slab_det.common.errors import ConfigError, SlabDetError, config_errors
 from slab_det.common.pipeline import inference_steps
 from slab_det.compare.kernels import warn_of_precision
+from slab_det.families.half_precision import autocast_forward
 from slab_det.hooks import CheckedLoadHook
-from slab_det.inference.precision import autocast_forward
 from slab_det.preflight import check_class_order, check_num_classes, classes_of_meta
 
 

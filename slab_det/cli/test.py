@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slab_det.cli import command
 from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, latency_options
-from slab_det.runtimes import EXPORT_RUNTIMES
+from slab_det.runtimes import EXPORT_RUNTIMES, written_precisions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,14 +134,16 @@ def describe_file(args: argparse.Namespace) -> Stored:
     form = Form(args.runtime or EXPORT_RUNTIMES[0], args.dtype)
     if missing := form.find_missing('cpu'):
         raise SlabDetError(f'{args.checkpoint} in {form.key} needs {missing}')
+    if args.dtype in written_precisions()[1:]:
+        raise SlabDetError(f'{args.checkpoint} itself says whether it is in {args.dtype}: leave out --dtype')
     args.dtype = 'float32'
     return Stored(form, Path(args.config), Path(args.checkpoint), 'cpu', 0)
 
 
 def find_form(stored: Stored, model: nn.Module) -> Form:
-    """The form that was tested; an exported file itself says that it is in int8."""
-    is_int8 = stored.form.is_exported and model.runtime.metadata.get('int8_weight_bits')
-    return replace(stored.form, precision='int8') if is_int8 else stored.form
+    """The form that was tested; an exported file itself says that it is in int8 or float16."""
+    precision = model.runtime.precision if stored.form.is_exported else 'float32'
+    return stored.form if precision == 'float32' else replace(stored.form, precision=precision)
 
 
 def use_stored(args: argparse.Namespace, stored: Stored) -> None:

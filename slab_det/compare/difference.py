@@ -18,6 +18,8 @@ FLOAT32_FACTOR = 10.0
 # Detections match if corners differ by less than this share of the image, and scores by less than this: much more than
 # rounding in float32, much less than between two objects. It accepts no error, as matched detections are compared.
 NEAR = 1e-4
+# The same for half precision, which moves corners and scores by up to some thousandths.
+HALF_NEAR = 1e-2
 # Largest accepted share of detections without a match: rounding moves scores and overlaps across thresholds.
 UNMATCHED_SHARE = 0.02
 
@@ -84,7 +86,7 @@ def _distance(output: Tensor, reference: Tensor, order: float) -> float:
 
 
 def match_detections(
-    first: Sequence[Tensor], second: Sequence[Tensor], side: int
+    first: Sequence[Tensor], second: Sequence[Tensor], side: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], list[Tensor], float]:
     """Matches each detection with the nearest one of another run.
 
@@ -92,6 +94,7 @@ def match_detections(
         first: Boxes (n, 4) in pixels, scores (n,), labels (n,), and other values of each detection.
         second: The same of another run.
         side: The longer side of the image.
+        dtype: The precision of the runs.
 
     Returns:
         The matched detections of both runs; and the share of detections without a match, where fewer than 50
@@ -102,7 +105,7 @@ def match_detections(
         for boxes, scores, labels, *_ in (first, second)
     ]
     distance = torch.cdist(*rows, p=math.inf)
-    near = distance <= NEAR
+    near = distance <= (HALF_NEAR if dtype in HALF_PRECISIONS else NEAR)
     num_unmatched = max(abs(len(rows[0]) - len(rows[1])), *((~near.any(dim)).sum().item() for dim in (0, 1)))
     matched = near.any(1).nonzero()[:, 0]
     partner = distance[matched].argmin(1) if len(matched) else matched

@@ -40,6 +40,13 @@ class RoundedArithmetic(TorchDispatchMode):
         return map_tensors(rounded, func(*args, **kwargs))
 
 
+def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds parameters and buffers to the values that ``dtype`` has, in place; they keep their own dtype."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype).to(tensor.dtype)
+
+
 @torch.no_grad()
 def run_rounded(model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], Sequence[Tensor]]) -> list[Tensor]:
     """What ``run(model)`` should return in ``dtype``: weights and the result of every operator are rounded to it.
@@ -50,9 +57,7 @@ def run_rounded(model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module],
         run: Runs a model on inputs in the dtype of its parameters.
     """
     rounded = copy_module(model)
-    for tensor in (*rounded.parameters(), *rounded.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype).to(tensor.dtype)
+    round_weights(rounded, dtype)
     with RoundedArithmetic(dtype):
         return [*run(rounded)]
 

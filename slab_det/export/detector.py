@@ -11,6 +11,7 @@ from slab_det.export.dynamic_operators import DynamicOperators
 from slab_det.export.settings import describe_test_cfg
 from slab_det.families import EXPORTED, Frame, find_family
 from slab_det.families.base import find_part
+from slab_det.norms.base import at_least_float32
 
 
 class BackboneGraph(nn.Module):
@@ -26,7 +27,7 @@ class BackboneGraph(nn.Module):
         self.detector = detector
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.detector.backbone(self._preprocess(image)))
+        return tuple(map(at_least_float32, self.detector.backbone(self._preprocess(image))))
 
     def _preprocess(self, image: Tensor) -> Tensor:
         """Normalises and pads as ``data_preprocessor`` does at test time."""

@@ -11,6 +11,7 @@ from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from torch import Tensor, nn
 
 from slab_det.families.operators import EMPTY, BoxOperators, PriorGenerator, map_levels, set_apart
+from slab_det.norms.base import at_least_float32
 
 
 class DynamicOperators(BoxOperators):
@@ -67,7 +68,8 @@ class DynamicOperators(BoxOperators):
         members = [_nonzero(levels == i) for i in range(len(extractor.roi_layers))]
         regions = [
             torchvision.ops.roi_align(
-                feature,
+                # Of a neck in half precision. Runtimes have a kernel for float32.
+                at_least_float32(feature),
                 torch.cat([torch.zeros_like(boxes[index, :1]), boxes[index]], 1),
                 layer.output_size,
                 layer.spatial_scale,

@@ -16,6 +16,8 @@ def start(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[
     """
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
+    # Errors alone: its warnings name each float16 node of constants that it has no CPU kernel to compute beforehand.
+    options.log_severity_level = 3
     options.intra_op_num_threads = limit_threads(threads)
     session = onnxruntime.InferenceSession(model, options, providers=['CPUExecutionProvider'])
     return lambda image: session.run(None, {'image': image})

@@ -45,6 +45,11 @@ class LoadedFile:
     with_threshold: Callable[[float], LoadedFile]
     arguments: tuple
 
+    @property
+    def precision(self) -> str:
+        """The precision in which the file was written."""
+        return 'int8' if 'int8_weight_bits' in self.metadata else self.metadata.get('precision', 'float32')
+
     def __reduce__(self) -> tuple:
         # A loaded file has threads and memory of its process.
         return load_runtime, self.arguments

@@ -29,14 +29,18 @@ from slab_det.export.detector import BackboneGraph, DetectorGraph
 from slab_det.export.extras import import_extra
 from slab_det.export.loaded_file import METADATA_KEY, crop_to_multiples
 from slab_det.export.settings import describe_preprocessor, find_resize
+from slab_det.families.half_precision import keep_boxes_float32, lower_precision
 from slab_det.norms import named_offline_norms
 from slab_det.norms.folds import find_hooks
+from slab_det.runtimes import written_precisions
 
 EXPORT_SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 # RoiAlign has half-pixel coordinates from opset 16 on; PyTorch 2.6 writes none after 20. ONNX Runtime has no kernel for
 # RoiAlign of opset 22.
 OPSETS = range(16, 21)
 OPSET = 17
+# From this opset on, LayerNorm is one operator, which computes variances in float32 whatever the dtype of its input.
+NORM_OPSET = 17
 # Small, because tracing runs the model; sides are not multiples of a window or a stride.
 TRACED_SIZE = (161, 227)
 # Necks that double a map and join it with the next take images of such multiples only.
@@ -44,7 +48,7 @@ DIVISORS = (1, 32)
 
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
-    """Builds the module that :func:`export_onnx` traces from a copy of the detector; takes the same arguments."""
+    """Builds the module that :func:`export_onnx` traces, in its own dtype, from a copy of the detector."""
     if scope not in EXPORT_SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(EXPORT_SCOPES)}')
     check_finite(detector, ExportError)
@@ -59,7 +63,13 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
 
 
 @torch.no_grad()
-def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', opset: int = OPSET) -> None:
+def export_onnx(
+    detector: nn.Module,
+    path: str | Path,
+    scope: str = 'detector',
+    opset: int = OPSET,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Writes a detector as ONNX, for images of any height and width that the detector takes, batch 1.
 
     Args:
@@ -67,10 +77,12 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         path: The file, ending in .onnx.
         scope: 'backbone' or 'detector'.
         opset: Version of the operators, 16 to 20, for programs that read no other.
+        dtype: ``torch.float32``, or ``torch.float16`` for GPUs: weights and arithmetic of backbone, neck and heads are
+            in float16, as in :func:`slab_det.deploy`; inputs, outputs, boxes, NMS and RoIAlign stay in float32.
 
     Raises:
         ExportError: If the detector, or a part of it, has no export form, or has weights that are not finite; if the
-            file cannot have this opset.
+            file cannot have this opset or this dtype.
         FusionError: If the detector cannot be fused.
         OSError: If the file cannot be written. A file that was there before is then unchanged.
     """
@@ -78,10 +90,20 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         raise ExportError('the model is deployed; export the fused model that it was made of')
     if opset not in OPSETS:
         raise ExportError(f'opset={opset}: give {OPSETS[0]} to {OPSETS[-1]}; others lack RoIAlign as mmdet computes it')
+    precision = str(dtype).removeprefix('torch.')
+    if precision not in written_precisions():
+        raise ExportError(f'dtype={dtype}: give one of {", ".join(written_precisions())}')
+    if dtype != torch.float32 and opset < NORM_OPSET:
+        raise ExportError(
+            f'opset={opset} has no LayerNormalization, whose squares overflow in {precision}: give {NORM_OPSET} or more'
+        )
     onnx = import_extra('onnx')
     # Before minutes of tracing.
     dataset_meta = _to_json(getattr(detector, 'dataset_meta', None))
     graph = build_graph(detector, scope).float()
+    if dtype != torch.float32:
+        lower_precision(graph.detector, dtype)
+        keep_boxes_float32(graph.detector)
     image, divisor = _traced_image(graph, input_channels(detector))
     buffer = io.BytesIO()
     try:
@@ -110,6 +132,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         version=slab_det.__version__,
         **describe_code(),
         scope=scope,
+        precision=precision,
         dataset_meta=dataset_meta,
         **_describe_input(detector, divisor),
         **graph.metadata(),

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from mmengine.logging import MMLogger
 
+from slab_det.common.errors import ExportError
 from slab_det.common.files import whole_file
 from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
 from slab_det.export.extras import import_extra, in_file_order
@@ -42,8 +43,15 @@ def quantize_onnx(
 
     Returns:
         The names of the nodes that were quantized.
+
+    Raises:
+        ExportError: If the file is not in float32, or a package is not installed.
     """
     onnx = import_extra('onnx')
+    properties = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
+    metadata = json.loads(properties[METADATA_KEY])
+    if (precision := metadata.get('precision', 'float32')) != 'float32':
+        raise ExportError(f'{source} is in {precision}: quantize the float32 file')
     quantization = import_extra('onnxruntime.quantization')
     if reduce_range is None:
         reduce_range = any(cuts_off_int8_sums(runtime) for runtime in EXPORT_RUNTIMES if find_spec(runtime))
@@ -98,8 +106,7 @@ def quantize_onnx(
             # Without names, ONNX Runtime would quantize every layer.
             onnx.save(model, name)
         quantized = onnx.load(name)
-        properties = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
-        metadata = dict(json.loads(properties[METADATA_KEY]), int8_weight_bits=7 if reduce_range else 8)
+        metadata |= dict(int8_weight_bits=7 if reduce_range else 8)
         onnx.helper.set_model_props(quantized, {**properties, METADATA_KEY: json.dumps(metadata)})
         name.write_bytes(quantized.SerializeToString())
     return nodes

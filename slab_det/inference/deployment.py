@@ -16,6 +16,7 @@ from slab_det.common.modes import is_deployed
 from slab_det.common.tensors import HALF_PRECISIONS, check_finite
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.families.deformable import deployed_deformable
+from slab_det.families.half_precision import keep_boxes_float32, lower_precision
 from slab_det.families.masks import check_form, encode_masks
 from slab_det.inference.cpu.patch_conv import patch_conv
 from slab_det.inference.cpu.roi_align import deployed_roi_align
@@ -25,7 +26,6 @@ from slab_det.inference.gpu.ffn_kernels import triton_ffn
 from slab_det.inference.gpu.graph import use_graphs
 from slab_det.inference.gpu.layers import TritonConv, fuse_fpn, fused_conv
 from slab_det.inference.gpu.window_kernels import triton_windows
-from slab_det.inference.precision import keep_boxes_float32, lower_precision
 from slab_det.inference.trial import try_deployed
 from slab_det.norms import named_offline_norms
 

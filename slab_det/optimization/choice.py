@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from slab_det.common.record import Record
-from slab_det.compare.ruler import ASSUMED_AP, retained_ap
+from slab_det.compare.ruler import ASSUMED_AP, RetainedAP
 from slab_det.measure.timer import compare_times
-from slab_det.optimization.records import TRUTH, Records
+from slab_det.optimization.records import Records
 
 # Losses of AP up to this one, in points, count as none when forms are compared with each other.
 NEGLIGIBLE_LOSS = 0.05
@@ -68,6 +68,7 @@ def summarize(
     key: str,
     base: str,
     changes: int,
+    retained: RetainedAP,
     ap: float = ASSUMED_AP,
     ap_losses: tuple[float, float, float] | None = None,
 ) -> Measured:
@@ -78,15 +79,12 @@ def summarize(
         key: The form.
         base: The form of the original detector.
         changes: See :class:`Measured`.
+        retained: The share of the AP that the form retains.
         ap: The AP of the original detector, in [0, 1].
         ap_losses: The measured loss of AP in points, and its range; None where AP was not measured.
-
-    Raises:
-        ComparisonError: See :func:`~slab_det.compare.ruler.retained_ap`.
     """
     times = records.times(key, base)
-    truth, reference, other = records.found_by(TRUTH, base, key)
-    retained = retained_ap(truth, reference, other)
+    _, reference = records.found_by(key, base)
     loss, low, high = (100 * value for value in retained.losses(ap))
     return Measured(
         key=key,

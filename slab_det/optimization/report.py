@@ -90,11 +90,13 @@ class OptimizationReport(Record):
                 continue
             chosen = Measured.from_dict(best)
             faster = [entry['loss'] for entry in tried if is_faster(Measured.from_dict(entry), chosen)]
-            if not faster and min(best['rounds'], *(entry['rounds'] for entry in tried)) < SURE_ROUNDS:
-                continue
             if faster:
                 lines.append(f'{what[0].upper()}{what[1:]} would make it faster, and lose {min(faster):.1f} AP.')
-            else:
+                continue
+            is_short = min(best['rounds'], *(entry['rounds'] for entry in tried)) < SURE_ROUNDS
+            seems_faster = any(entry['quartiles'][1] < best['quartiles'][0] for entry in tried)
+            # More rounds, or forms that were not measured, may show a gain.
+            if not (is_short or seems_faster or self.content['not_measured']):
                 lines.append(f'Nothing is gained here by {what}.')
         return lines
 

@@ -19,7 +19,7 @@ from slab_det.common.mute import mute_log
 from slab_det.common.numbers import check_threads
 from slab_det.common.record import describe_environment
 from slab_det.compare.detections import as_detections
-from slab_det.compare.ruler import retained_ap
+from slab_det.compare.ruler import RetainedAP, retained_ap
 from slab_det.fusion.folding import check_statistics
 from slab_det.inference.folder import FILE
 from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
@@ -62,10 +62,10 @@ def optimize(
 
     Every form predicts the images in turns, one at a time, from the bytes of a file to detections. A third of the
     images is held out from absorption and int8 calibration: on these, times are measured, and the share of the AP that
-    a form retains is estimated from detections (:func:`slab_det.compare.ruler.retained_ap`). A form that is slower than
-    one which loses no more is dropped early. The fastest form whose loss of AP is at most ``max_loss`` is recommended,
-    or, of forms of about the same speed, the one with the fewest changes
-    (:func:`~slab_det.optimization.choice.choose`).
+    a form retains is estimated from detections (:func:`slab_det.compare.ruler.retained_ap`). A quick form predicts all
+    of them without timing first. A form that is slower than one which loses no more is dropped early. The fastest form
+    whose loss of AP is at most ``max_loss`` is recommended, or, of forms of about the same speed, the one with the
+    fewest changes (:func:`~slab_det.optimization.choice.choose`).
 
     Args:
         config: Config of the detector, or its path; any detector that :func:`slab_det.deploy` takes.
@@ -74,8 +74,9 @@ def optimize(
         out: Folder for the result: new, empty, or of an earlier call. ``slab_det.load_detector(out)`` serves the
             recommended form, from the first minute on: the folder is written after each step. ``out/work`` holds what
             was measured; the same call goes on from there.
-        minutes: A deadline: no step begins after it. Making, loading and first measuring a form is a step, and so is
-            each further round. Only the original detector is measured in any case.
+        minutes: A deadline: no step begins after it. To absorb a detector, to export it, to calibrate its int8 file,
+            and to load and first measure a form are steps, and so is each further round. Only the original detector
+            is measured in any case.
         max_loss: Largest loss of AP, in points from 0 to 100.
         eval: Also measure AP of the original and the recommended form, on ``val_dataloader`` of the config. The
             measured loss then replaces the expected one. It is not part of ``minutes``.
@@ -177,6 +178,8 @@ class _Search:
             self.turns.say(f'{damaged}: everything is measured anew in {self.records.folder}')
         # The forms that this call tries, in their order.
         self.tried: dict[str, Form] = {}
+        # By form: the number of images and the share of the AP; what it was computed from and the summary.
+        self.retained: dict[str, tuple[int, RetainedAP]] = {}
         self.summaries: dict[str, tuple[tuple, Measured]] = {}
 
     def run(self, eval: bool) -> OptimizationReport:
@@ -240,13 +243,16 @@ class _Search:
         return find_dropped({key: self._summarize(form) for key, form in self.forms.items()}, BASE.key)
 
     def _summarize(self, form: Form) -> Measured:
-        """What was measured of a form; computed again only after a further round."""
-        ap, losses = self.evaluation.ap, self.evaluation.losses(form.key)
-        given = ap, losses, self.records.count(form.key), len(self.records.found[form.key])
-        if self.summaries.get(form.key, (None,))[0] != given:
-            summary = summarize(self.records, form.key, BASE.key, form.changes, ap, losses)
-            self.summaries[form.key] = (given, summary)
-        return self.summaries[form.key][1]
+        """What was measured of a form; computed again only after a further round or image."""
+        key, ap, losses = form.key, self.evaluation.ap, self.evaluation.losses(form.key)
+        images = len(self.records.found[key])
+        if self.retained.get(key, (None,))[0] != images:
+            self.retained[key] = images, retained_ap(*self.records.found_by(TRUTH, BASE.key, key))
+        given = ap, losses, self.records.count(key), images
+        if self.summaries.get(key, (None,))[0] != given:
+            summary = summarize(self.records, key, BASE.key, form.changes, self.retained[key][1], ap, losses)
+            self.summaries[key] = given, summary
+        return self.summaries[key][1]
 
     def _is_left(self, form: Form) -> bool:
         """Whether a form may still be chosen."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from mmengine.config import Config
 from torch import nn
@@ -18,6 +21,18 @@ from slab_det.runtime.run_folder import save_with_config
 
 # Images that int8 is calibrated on.
 CALIBRATION_IMAGES = 20
+
+
+class Step(NamedTuple):
+    """A part of making the files of a form.
+
+    Attributes:
+        done: What it has done at its end, in a word.
+        make: Does it.
+    """
+
+    done: str
+    make: Callable[[], None]
 
 
 class Variants:
@@ -44,40 +59,45 @@ class Variants:
         return self.folder / f'{form.model}_config.py', self.folder / f'{form.model}{suffix}'
 
     def files(self, form: Form) -> tuple[Path, Path]:
-        """Returns the config and the weights of a form; makes them where they are missing.
+        """Returns the config and the weights of a form; makes them where they are missing. Raises what the steps do."""
+        for step in self.steps(form):
+            step.make()
+        return self.paths(form)
+
+    def steps(self, form: Form) -> list[Step]:
+        """What is left to do until the files of a form are there, in order: absorb, export, calibrate.
+
+        Each step writes one file, whole, from the files of those before it.
 
         Raises:
-            ConversionError, FusionError: If the detector cannot be absorbed as the form needs it.
-            ExportError: If the detector cannot be exported.
+            ConversionError, FusionError: A step, if the detector cannot be absorbed as the form needs it.
+            ExportError: A step, if the detector cannot be exported.
         """
         config, weights = self.paths(form)
         checkpoint, plain = (self.folder / f'{form.model}{suffix}' for suffix in ('.pth', '.onnx'))
+        steps = []
         if not (checkpoint.is_file() and config.is_file()):
-            self._make_checkpoint(form, checkpoint)
-        if form.is_exported:
-            # Imports onnx, which other forms do not need.
-            from slab_det.export import export_onnx, quantize_onnx
+            made = self._absorb if form.variant else self._save_original
+            steps.append(Step('absorbed' if form.variant else 'saved', partial(made, form, checkpoint)))
+        if form.is_exported and not plain.is_file():
+            steps.append(Step('exported', partial(self._export, config, checkpoint, plain)))
+        if form.is_exported and not (weights == plain or weights.is_file()):
+            steps.append(Step('calibrated', partial(self._calibrate, plain, weights)))
+        return steps
 
-            if not plain.is_file():
-                export_onnx(build_detector(Config.fromfile(config), str(checkpoint)), plain)
-            if not weights.is_file():
-                batches = islice(self.images, CALIBRATION_IMAGES)
-                quantize_onnx(plain, weights, (batch['inputs'][0][None].float().numpy() for batch in batches))
-        return config, weights
+    def _save_original(self, form: Form, path: Path) -> None:
+        # Without the states of the optimizer and of averaged weights.
+        content = dict(meta=dict(dataset_meta=self.detector.dataset_meta), state_dict=self.detector.state_dict())
+        save_with_config(content, self.cfg, path)
 
-    def _make_checkpoint(self, form: Form, path: Path) -> None:
-        """Writes the checkpoint and the config that a form runs, or that its exported file is made of."""
-        if not form.variant:
-            # Without the states of the optimizer and of averaged weights.
-            content = dict(meta=dict(dataset_meta=self.detector.dataset_meta), state_dict=self.detector.state_dict())
-            save_with_config(content, self.cfg, path)
-            return
+    def _absorb(self, form: Form, path: Path) -> None:
         try:
             student = slab_det.absorb(
                 self.detector.to(self.device),
                 self.images,
                 **absorb_options(form),
-                work_dir=self.folder / f'{form.model}_blocks',
+                # Its files are named by what they depend on: all forms share the prices of channels.
+                work_dir=self.folder / 'blocks',
                 # The forms are compared on images of their own.
                 compare=False,
                 progress=self.progress,
@@ -85,6 +105,18 @@ class Variants:
         finally:
             self.detector.cpu()
         save_fused(student.cpu(), self.cfg, path, self.detector.dataset_meta)
+
+    # The imports are those of onnx, which other forms do not need.
+    def _export(self, config: Path, checkpoint: Path, path: Path) -> None:
+        from slab_det.export import export_onnx
+
+        export_onnx(build_detector(Config.fromfile(config), str(checkpoint)), path)
+
+    def _calibrate(self, plain: Path, path: Path) -> None:
+        from slab_det.export import quantize_onnx
+
+        batches = islice(self.images, CALIBRATION_IMAGES)
+        quantize_onnx(plain, path, (batch['inputs'][0][None].float().numpy() for batch in batches))
 
 
 def absorb_options(form: Form) -> dict:

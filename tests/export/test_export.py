@@ -99,6 +99,14 @@ def exported(detector, tmp_path_factory):
     return export
 
 
+@pytest.fixture(scope='module')
+def exported_half(detector, tmp_path_factory):
+    """A small detector, and its file in float16."""
+    model, file = detector(), tmp_path_factory.mktemp('half') / 'model.onnx'
+    export_onnx(model, file, dtype=torch.float16)
+    return model, file
+
+
 def predict(model, image, divisor):
     """What mmdet finds in raw pixels, normalised and padded here: its preprocessor knows float32 only."""
     mean, std = ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
@@ -211,6 +219,68 @@ def test_other_opsets_compute_the_same_also_in_int8(opset, detector, tmp_path):
 def test_an_opset_without_the_operators_of_a_detector_is_refused(opset, detector, tmp_path):
     with pytest.raises(ExportError, match=f'opset={opset}: give 16 to 20'):
         export_onnx(detector(), tmp_path / 'model.onnx', opset=opset)
+
+
+@pytest.mark.parametrize('row', ['Swin', 'Flatten-Swin'])
+def test_a_float16_file_differs_by_what_rounding_explains(detector, tmp_path, row):
+    model, file = detector(row), tmp_path / 'half.onnx'
+    if row == 'Flatten-Swin':
+        # The first LayerNorm reads values whose squares float16 cannot hold.
+        model.backbone.patch_embed.projection.weight.data.mul_(1000)
+    export_onnx(model, file, dtype=torch.float16)
+    checks = check_parity(model, load_runtime(file, threads=1), random_images(SIZES[1:]))
+    assert any(check.conclusive for check in checks) and all(check.same for check in checks if check.conclusive), checks
+    assert max(check.rounding for check in checks) > 1e-4, checks
+    content = onnx.shape_inference.infer_shapes(onnx.load(file))
+    weights = {tensor.name: tensor.data_type for tensor in content.graph.initializer}
+    # Linear attention adds the encodings of positions in float32.
+    left = [name for name, kind in weights.items() if kind == onnx.TensorProto.FLOAT and '::Add_' not in name]
+    assert left == ['score_thr'] and len(weights) > 50
+    kinds = weights | {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*content.graph.input, *content.graph.value_info, *content.graph.output)
+    }
+    found = {
+        name: {kinds[node.input[0]] for node in content.graph.node if node.op_type == name}
+        for name in ('Conv', 'Gemm', 'Erf', 'RoiAlign', 'NonMaxSuppression', 'TopK')
+    }
+    half, single = {onnx.TensorProto.FLOAT16}, {onnx.TensorProto.FLOAT}
+    layers, boxes = dict.fromkeys(('Conv', 'Gemm', 'Erf'), half), ('RoiAlign', 'NonMaxSuppression', 'TopK')
+    assert found == layers | dict.fromkeys(boxes, single)
+    assert {value.type.tensor_type.elem_type for value in content.graph.output[:2]} == single
+    assert kinds['image'] == onnx.TensorProto.FLOAT
+
+
+@pytest.mark.parametrize(
+    'layer', ['rpn_head.rpn_conv', 'roi_head.mask_head.conv_logits', 'backbone.patch_embed.projection']
+)
+def test_parity_check_refuses_a_wrong_float16_file(exported_half, layer):
+    model, file = exported_half
+    other = copy.deepcopy(model)
+    other.get_submodule(layer).weight.data *= 0.9
+    with pytest.raises(ExportError, match=r'131x75.* in \d+,\d+ values'):
+        check_parity(other, load_runtime(file, threads=1), random_images(SIZES[1:2]))
+
+
+def test_a_float16_file_is_half_as_large_and_is_not_quantized(exported, exported_half, tmp_path):
+    (_, single), (_, half) = exported(), exported_half
+    weights = [sum(len(tensor.raw_data) for tensor in onnx.load(file).graph.initializer) for file in (single, half)]
+    assert 0.49 < weights[1] / weights[0] < 0.51
+    assert load_runtime(half).precision == 'float16' and load_runtime(single).precision == 'float32'
+    with pytest.raises(ExportError, match='is in float16: quantize the float32 file'):
+        quantize_onnx(half, tmp_path / 'int8.onnx', random_images(SIZES[:1]))
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(dtype=torch.float16, opset=16), 'opset=16 has no LayerNormalization, .*: give 17 or more'),
+        (dict(dtype=torch.bfloat16), 'dtype=torch.bfloat16: give one of float32, float16'),
+    ],
+)
+def test_a_dtype_that_a_file_cannot_have_is_refused(detector, tmp_path, options, message):
+    with pytest.raises(ExportError, match=message):
+        export_onnx(detector(), tmp_path / 'model.onnx', **options)
 
 
 def test_detector_that_finds_nothing_returns_empty_outputs(exported):

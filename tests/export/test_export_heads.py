@@ -96,6 +96,15 @@ def test_file_computes_what_the_detector_computes(kind, exported):
     assert {name: values.shape for name, values in nothing.items()} == {name: shapes[name] for name in nothing}
 
 
+# Distances are exponentials or multiples of a stride; masks are drawn by kernels that the head predicts.
+@pytest.mark.parametrize('kind', ['FCOS', 'RTMDet-Ins'])
+def test_a_float16_file_differs_by_what_rounding_explains(kind, exported, tmp_path):
+    detector, _ = exported(kind)
+    export_onnx(detector, tmp_path / 'half.onnx', dtype=torch.float16)
+    checks = check_parity(detector, load_runtime(tmp_path / 'half.onnx', threads=1), random_images(SIZES))
+    assert all(check.num_values > 100 for check in checks) and any(check.conclusive for check in checks), checks
+
+
 def test_parity_holds_where_a_centerness_takes_scores_below_the_threshold(exported, monkeypatch):
     detector, file = exported('FCOS')
     monkeypatch.setitem(detector.bbox_head.test_cfg, 'score_thr', 0.5)

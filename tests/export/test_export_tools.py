@@ -77,6 +77,7 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
         (['--deploy'], 'model.onnx says how its detector runs, as onnxruntime: leave out --deploy'),
         (['--dtype', 'bfloat16'], 'onnxruntime-bfloat16 needs .* onnxruntime does not compute bfloat16 on cpu'),
         (['--runtime', 'openvino', '--dtype', 'float16'], 'openvino does not compute float16 on cpu'),
+        (['--dtype', 'float16'], 'model.onnx itself says whether it is in float16: leave out --dtype'),
     ):
         refused = call('test.py', run[0], out, *tested, *options, code=1).err
         assert re.search(message, refused.splitlines()[-1]), refused
@@ -87,6 +88,16 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     outcome = call('export_onnx.py', run[0], tmp_path / 'damaged.pth', '--out', out, code=1)
     assert '1 weights are NaN or infinite (roi_head.mask_head.conv_logits.bias)' in outcome.err
     assert out.read_bytes() == before
+
+
+def test_a_detector_is_exported_and_evaluated_in_float16(run, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, 'SIZES', parity.SIZES[1:2])
+    out, report = tmp_path / 'half.onnx', tmp_path / 'report.json'
+    printed = call('export_onnx.py', *run, '--out', out, '--dtype', 'float16').out
+    assert 'The file in ONNX Runtime, float16, against' in printed and printed.count('relative difference') == 1
+    call('test.py', run[0], out, '--work-dir', tmp_path / 'test', '--report', report, '--threads', 1)
+    (entry,) = read_report(report)
+    assert entry.name.endswith('-onnxruntime-float16') and entry.ap.keys() == {'bbox', 'segm'}
 
 
 def test_folder_of_the_training_images_gives_the_same_int8_file(run, call, tmp_path, monkeypatch):
@@ -108,6 +119,7 @@ def test_folder_of_the_training_images_gives_the_same_int8_file(run, call, tmp_p
         (['--out', 'model.pth'], 'must end in .onnx'),
         (['--out', 'model.onnx', '--images', 'photos'], 'add --int8'),
         (['--out', 'model.onnx', '--opset', 12], '--opset 12: give 16 to 20'),
+        (['--out', 'model.onnx', '--int8', '--dtype', 'float16'], 'leave out --dtype float16'),
         (['--out', 'config.py/model.onnx'], 'config.py/model.onnx: Not a directory'),
         (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg is not a readable image'),
         (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is not a readable image'),

@@ -9,7 +9,7 @@ from mmdet.structures import DetDataSample
 
 import slab_det
 from slab_det.families import deformable
-from slab_det.inference.precision import autocast_forward
+from slab_det.families.half_precision import autocast_forward
 
 HEIGHT, WIDTH = 64, 608
 

@@ -355,7 +355,7 @@ def write_folder(folder: Path, files: tuple[Path, Path, Path], runtime: str = 't
 
 
 @pytest.mark.parametrize('runtime', ['torch', 'onnxruntime'])
-def test_server_takes_a_folder_of_optimize(files, served, server, call, tmp_path, runtime):
+def test_server_takes_a_folder_of_optimize(files, served, server, tmp_path, runtime):
     from fastapi.testclient import TestClient
 
     write_folder(tmp_path, files, runtime)
@@ -363,8 +363,6 @@ def test_server_takes_a_folder_of_optimize(files, served, server, call, tmp_path
         answer = client.post('/detect', content=cv2.imencode('.png', IMAGES[0])[1].tobytes()).json()
     expected = served(runtime)(IMAGES[0]).pred_instances
     assert [entry['box'] for entry in answer['detections']] == expected.bboxes.tolist()
-    assert 'lacks weights' in call('serve.py', files[0], code=1).err
-    assert 'leave dtype= out' in call('serve.py', tmp_path, '--dtype', 'bfloat16', code=1).err
 
 
 def test_test_runs_a_folder_on_the_device_of_its_measurement(files, call, tmp_path, monkeypatch):
@@ -400,16 +398,19 @@ def test_server_refuses_what_is_no_small_image_and_goes_on(files, server):
         assert answers[0]['detections'] and answers == answers[:1] * 8
 
 
-def test_server_does_not_start_with_a_detector_without_instances(files, call, monkeypatch):
+def test_server_does_not_start_without_a_detector_of_instances(files, call, tmp_path, monkeypatch):
+    write_folder(tmp_path, files)
+    for arguments, message in (
+        ((files[0], tmp_path / 'nowhere.pth'), 'nowhere.pth'),
+        ((files[0],), 'lacks weights'),
+        ((tmp_path, '--dtype', 'bfloat16'), 'leave dtype= out'),
+    ):
+        assert message in call('serve.py', *arguments, code=1).err, arguments
     model, steps = segmenter('MaskFormer'), inference_steps(Config.fromfile(files[0]))
     monkeypatch.setitem(model.panoptic_fusion_head.test_cfg, 'instance_on', False)
     monkeypatch.setattr(slab_det, 'load_detector', lambda *_, **__: ServedDetector(model, steps))
     error = call('serve.py', *files[:2], code=1).err
     assert 'no instances' in error and 'set test_cfg.instance_on' in error
-
-
-def test_server_does_not_start_without_a_detector(files, call, tmp_path):
-    assert 'nowhere.pth' in call('serve.py', files[0], tmp_path / 'nowhere.pth', code=1).err
 
 
 def test_the_image_serves_without_git_in_two_processes(files, served, tmp_path):

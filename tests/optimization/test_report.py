@@ -103,6 +103,18 @@ def test_few_rounds_are_named() -> None:
     assert 'with fewer than 5, never' in str(found) and 'with fewer than 5' not in str(report(EAGER, entry(EAGER, 1.0)))
 
 
+def test_no_gain_is_denied_that_more_rounds_or_forms_may_show() -> None:
+    # Quartiles lie apart, and extremes do not.
+    seems_faster = dict(entry(PRUNED, 0.275, 0.9, rounds=6), extremes=[0.25, 0.3])
+    absorbed = entry(ABSORBED, 0.295, 2)
+    denied = 'Nothing is gained here by removing channels'
+    entries = entry(EAGER, 1.0), entry(BFLOAT16, 0.3, 0.1, rounds=6)
+    assert denied not in report(BFLOAT16, *entries, seems_faster, absorbed).verdict()
+    slower = entry(PRUNED, 0.31, 0.9)
+    assert denied in report(BFLOAT16, *entries, slower).verdict()
+    assert denied not in report(BFLOAT16, *entries, slower, not_measured=['eager, 75%']).verdict()
+
+
 def test_few_detections_are_named() -> None:
     found = report(BFLOAT16, entry(EAGER, 1.0), dict(entry(BFLOAT16, 0.3), detections=12))
     assert 'rests on 12 detections alone**: give more images' in found.verdict()

@@ -1,5 +1,7 @@
 """Half precision for the layers of a detector; anchors, boxes, scores and RoIAlign stay in float32.
 
+Deployed detectors and ONNX files have the same layers in half precision.
+
 On an image of 1333 pixels, a coordinate in bfloat16 (8 significant bits) is wrong by several pixels, and in float16
 (11 bits) by one. mmdet computes anchors, and so boxes, in the dtype of the scores.
 """
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from slab_det.common.errors import DeploymentError
 from slab_det.common.tensors import HALF_PRECISIONS
+from slab_det.compare.rounding import RoundedArithmetic, round_weights
 from slab_det.families.deformable import SizedPixelDecoder, samples_here
 from slab_det.norms.base import at_least_float32
 
@@ -53,29 +56,49 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
     Raises:
         DeploymentError: If ``dtype`` is not a half precision.
     """
+    for part in _find_parts(model, dtype):
+        part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+
+
+def round_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes a model in float32 compute what :func:`lower_precision` should give, whatever the kernels of ``dtype`` do.
+
+    Weights, inputs and the result of every operator of the same parts are rounded to ``dtype``, in place.
+    """
+    for part in _find_parts(model, dtype):
+        round_weights(part, dtype)
+        part.forward = partial(_forward_rounded, part.forward, dtype)
+
+
+def _forward_rounded(forward: Callable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = _cast_arguments(lambda x: x.to(dtype).to(x.dtype), args, kwargs)
+    with RoundedArithmetic(dtype):
+        return forward(*args, **kwargs)
+
+
+def _find_parts(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
+    """The parts of a model that compute in ``dtype``, see :func:`lower_precision`; makes encoders return float32."""
     if dtype not in HALF_PRECISIONS:
         raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, HALF_PRECISIONS))}, or None')
-    parts = [model]
-    if hasattr(model, 'backbone'):
-        parts = [model.backbone, *filter(None, [getattr(model, 'neck', None)])]
-        heads = [head for head in _modules(model, HEADS) if not isinstance(head, QUERY_HEADS)]
-        known = {parameter for part in (*parts, *heads) for parameter in part.parameters()}
-        unknown = next((name for name, parameter in model.named_parameters() if parameter not in known), None)
-        if unknown is None:
-            parts += heads
-        else:
-            # Exact classes: a subclass may compute coordinates.
-            encoders = [part for part in model.modules() if type(part) in ENCODERS and samples_here(part)]
-            for part in (parts[-1], *encoders):
-                part.register_forward_hook(_raise_outputs)
-            parts += encoders
-            names = ' and '.join(name for name, part in model.named_modules() if part in parts)
-            MMLogger.get_current_instance().info(
-                f'deployed {type(model).__name__}: only {names} run in {dtype}, because {unknown} may compute '
-                'coordinates, which need float32'
-            )
-    for part in parts:
-        part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+    if not hasattr(model, 'backbone'):
+        return [model]
+    parts = [model.backbone, *filter(None, [getattr(model, 'neck', None)])]
+    heads = [head for head in _modules(model, HEADS) if not isinstance(head, QUERY_HEADS)]
+    known = {parameter for part in (*parts, *heads) for parameter in part.parameters()}
+    unknown = next((name for name, parameter in model.named_parameters() if parameter not in known), None)
+    if unknown is None:
+        return parts + heads
+    # Exact classes: a subclass may compute coordinates.
+    encoders = [part for part in model.modules() if type(part) in ENCODERS and samples_here(part)]
+    for part in (parts[-1], *encoders):
+        part.register_forward_hook(_raise_outputs)
+    parts += encoders
+    names = ' and '.join(name for name, part in model.named_modules() if part in parts)
+    MMLogger.get_current_instance().info(
+        f'{type(model).__name__}: only {names} run in {dtype}, because {unknown} may compute coordinates, which need '
+        'float32'
+    )
+    return parts
 
 
 def keep_boxes_float32(model: nn.Module) -> None:
@@ -96,9 +119,13 @@ def _cast(cast: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    return _cast_arguments(lambda x: x.to(dtype), args, kwargs)
+
+
+def _cast_arguments(cast: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     # An encoder computes the positions of samples from these.
     exact = {name: kwargs[name] for name in ('valid_ratios', 'reference_points') if name in kwargs}
-    args, kwargs = _cast(lambda x: x.to(dtype), (args, kwargs))
+    args, kwargs = _cast(cast, (args, kwargs))
     return args, kwargs | exact
 
 
