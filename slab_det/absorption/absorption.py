@@ -69,15 +69,15 @@ def absorb(
             where they cost least for each multiply-add that they save. Of a detector that finds objects in the images,
             the price of each family of layers is the share of the AP that drafts lose, students fitted in seconds.
             'auto' takes the least share, to 1/32, with which a draft retains ``LEAST_RETAINED_AP`` of the teacher's AP
-            (:func:`~slab_det.compare.ruler.retained_ap`); the student retains about as much or more.
+            (:func:`~slab_det.compare.ruler.retained_ap`) in images that it is not fitted on.
         norms: 'keep' leaves all LayerNorms, 'remove' absorbs those that can be absorbed; or the names of those that
             stay while the others are absorbed.
         int8: The student will be quantized: every fit adds the penalty ``q |M - D|^2``, where q is the variance of the
             int8 rounding error of x, so that the weights do not amplify this error. It costs some AP in float32.
         work_dir: A folder for finished blocks; a later call with the same arguments and images resumes from it.
         progress: Show a progress bar.
-        compare: Estimate which share of the teacher's AP the student retains, from detections in the images; of large
-            images, in the crops that the fits read.
+        compare: Estimate which share of the teacher's AP the student retains, from detections in the held-out batches,
+            of large images in the crops that the fits read.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
@@ -147,8 +147,6 @@ def _check_norms(norms: object) -> str | Collection[str]:
 def find_least_share(survey: Survey, judge: Judge, progress: bool) -> float:
     """Returns the least share of multiply-adds with which a draft retains the teacher's AP, found by bisection.
 
-    The student with the channels of the draft retains more: its fits correct errors of the layers before.
-
     Args:
         survey: Chooses the channels for a share, and makes drafts.
         judge: Compares drafts with the teacher.
@@ -162,7 +160,7 @@ def find_least_share(survey: Survey, judge: Judge, progress: bool) -> float:
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            found = judge.measure(survey.draft(survey.choose(middle / 32))).value
+            found = survey.judge_draft(judge, survey.choose(middle / 32)).value
         except ComparisonError as error:
             raise ConversionError(
                 "channels='auto': the teacher finds nothing in the images that it finds again in the mirrored images, "

@@ -64,12 +64,11 @@ class AbsorptionReport(Record):
         channels: The units of hidden channels, in the order of their calls, where channels were to be removed.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.
-        retained_ap: Share of the teacher's AP that the student retains, estimated on the images without labels
+        retained_ap: Share of the teacher's AP that the student retains, estimated on held-out images without labels
             (:func:`slab_det.compare.ruler.retained_ap`); None where the teacher finds nothing (again), or detections
             cannot be compared.
         retained_ap_error: Standard error of this share; None where a single image was compared.
-        held_out: Whether every fifth batch was held out from the fits. Without, as with fewer than five batches, fits
-            may be right on these images alone.
+        held_out: Whether these images were held out; with fewer than five batches they are those that were fitted.
         num_images: Number of images compared; 0 where detections cannot be compared.
         num_detections: Number of the teacher's detections in these images.
     """
@@ -109,7 +108,11 @@ class AbsorptionReport(Record):
     def describe_nothing(self) -> str:
         """Says why the share is unknown where detections can be compared."""
         again = ' that it finds again when they are mirrored' if self.num_detections else ''
-        return f'the teacher finds nothing in {self.num_images} images{again}'
+        return f'the teacher finds nothing in {self._images}{again}'
+
+    @property
+    def _images(self) -> str:
+        return f'{self.num_images} {"held-out" if self.held_out else "fitted"} images'
 
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
@@ -122,8 +125,8 @@ class AbsorptionReport(Record):
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.retained_ap is not None:
             lines[0] += (
-                f'; AP retained, by {self.num_detections} detections in {self.num_images} images: '
-                f'{self.retained_ap:.1%}; {self.describe_loss()}'
+                f'; AP retained, by {self.num_detections} detections in {self._images}: {self.retained_ap:.1%}; '
+                f'{self.describe_loss()}'
             )
         elif self.num_images:
             lines[0] += f'; the AP retained is unknown: {self.describe_nothing()}'

@@ -30,8 +30,7 @@ def make_draft(
     """Removes channels of a copy of the teacher and fits the layers that read them, without running it.
 
     Every fit takes the teacher's channels, where the fits of :func:`~slab_det.absorption.student.make_student` take
-    those that the student computes. A draft therefore corrects no errors of earlier layers, and loses a little more AP
-    than the student with the same channels.
+    those that the student computes, so no layer corrects errors of the layers before it.
 
     Args:
         model: The copy, changed in place.

@@ -99,6 +99,20 @@ class CrossMoments:
         self.mean_y += mean_y * (added / count)
         self.count = count
 
+    def merge(self, other: CrossMoments) -> CrossMoments:
+        """Returns the sums over the tokens of both, which have the same channels."""
+        if not (self.count and other.count):
+            return self if self.count else other
+        joint, count = copy(self), self.count + other.count
+        x, y = other.mean_x - self.mean_x, other.mean_y - self.mean_y
+        between = self.count * other.count / count
+        joint.xx = (self.xx + other.xx).addr_(x, x, alpha=between)
+        joint.xy = (self.xy + other.xy).addr_(x, y, alpha=between)
+        joint.yy = self.yy + other.yy + between * y.square()
+        joint.mean_x, joint.mean_y = self.mean_x + x * (other.count / count), self.mean_y + y * (other.count / count)
+        joint.low, joint.high, joint.count = min(self.low, other.low), max(self.high, other.high), count
+        return joint
+
     def about_zero(self) -> CrossMoments:
         """Returns the sums about zero instead of about the means, so that a fit has no shift."""
         other = copy(self)

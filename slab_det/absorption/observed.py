@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from copy import copy
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.images import is_held_out
 from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.steps import HeadStep, MapReaderStep, MapStep, RankStep, WriterStep
@@ -19,9 +18,6 @@ from slab_det.absorption.tokens import input_tokens, output_tokens, sample_token
 from slab_det.absorption.walk import Probe, register_probe
 from slab_det.common.tensors import tensors_in
 from slab_det.fusion.channels import ChannelUnit
-
-# Most batches that are observed.
-OBSERVED = 64
 
 
 class Observed:
@@ -40,10 +36,20 @@ class Observed:
         self.stream, self.queries, self.keys = (CrossMoments() for _ in range(3))
         self.readers: dict[str, CrossMoments] = {}
 
+    def merge(self, other: Observed) -> Observed:
+        """The sums over the batches of both, but for the inputs of the layers that read maps."""
+        joint = copy(self)
+        joint.channels = [mine.merge(more) for mine, more in zip(self.channels, other.channels, strict=True)]
+        for name in ('stream', 'queries', 'keys'):
+            setattr(joint, name, getattr(self, name).merge(getattr(other, name)))
+        return joint
+
 
 @torch.no_grad()
-def observe(plan: AbsorptionPlan, model: nn.Module, units: Mapping[str, ChannelUnit]) -> dict[str, Observed]:
-    """Runs a copy of the teacher on batches to fit, and returns what it computes around each unit, by name."""
+def observe(
+    plan: AbsorptionPlan, model: nn.Module, units: Mapping[str, ChannelUnit], batches: Iterable[int]
+) -> dict[str, Observed]:
+    """Runs a copy of the teacher on some batches, and returns what it computes around each unit, by name."""
     observed = {name: Observed(unit) for name, unit in units.items()}
     heads = {step.name: block for block, steps in plan.blocks.items() for step in steps}
     # How often each sum was added to in a forward.
@@ -98,7 +104,7 @@ def observe(plan: AbsorptionPlan, model: nn.Module, units: Mapping[str, ChannelU
             elif isinstance(step, HeadStep):
                 for level, (reader, *_) in enumerate(unit.readers_of_levels):
                     hook(reader, see_reader, moments=found.channels[level], head=unit.owner, level=level)
-        for batch in islice((i for i in range(plan.images.count) if not is_held_out(i)), OBSERVED):
+        for batch in batches:
             calls.clear()
             plan.forward(model)(plan.images.store.get(str(batch)), batch)
     return observed

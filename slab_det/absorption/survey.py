@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from slab_det.absorption.block_cache import teacher_digest
 from slab_det.absorption.draft import make_draft, with_outputs
 from slab_det.absorption.elimination import join_channels, lost_logits, rank_channels
-from slab_det.absorption.images import HELD_OUT, WHOLE
+from slab_det.absorption.images import HELD_OUT, WHOLE, is_held_out
 from slab_det.absorption.judge import Judge
 from slab_det.absorption.maps import rank_maps, sensitivity
 from slab_det.absorption.observed import Observed, observe
@@ -28,10 +29,12 @@ from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.files import whole_file
 from slab_det.common.progress import Progress
-from slab_det.compare.ruler import FEW_DETECTIONS
+from slab_det.compare.ruler import FEW_DETECTIONS, RetainedAP
 from slab_det.fusion.channels import ChannelUnit, find_channels, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 
+# Most batches that are observed.
+OBSERVED = 64
 # Shares of a family's multiply-adds that its drafts have lost, where prices are measured.
 PRICED = (0.9, 0.6)
 # A family that loses less AP at the first share needs no second one.
@@ -83,11 +86,18 @@ class Price:
         return max(lines, default=0.0)
 
 
+class Fold(NamedTuple):
+    """Some batches, and what the teacher computes in them around each unit, by its name."""
+
+    batches: Sequence[int]
+    observed: Mapping[str, Observed]
+
+
 class Survey:
     """The units of a detector, the losses they would bring, and the multiply-adds of the layers.
 
     Attributes:
-        observed: What the teacher computes around each unit, by its name.
+        folds: Two halves of the batches that are fitted. A draft is fitted on one and judged on the other.
         estimates: Of each unit, by its name.
         prices: Of each family of units, by its name.
         total: Multiply-adds of the first batch, whole, in the backbone, the neck and the heads that absorption runs.
@@ -102,8 +112,10 @@ class Survey:
             self.total = self.count(model)
         reached = {step.unit for step in plan.steps}
         units = {name: unit for name, unit in find_channels(model).items() if name in reached and not unit.reason}
-        self.observed = observe(plan, model, units)
-        found = {name: estimate_losses(model, unit, self.observed[name]) for name, unit in units.items()}
+        batches = [batch for batch in range(plan.images.count) if not is_held_out(batch)][:OBSERVED]
+        halves = batches[::2], batches[1::2] or batches
+        self.folds = [Fold(half, observe(plan, model, units, half)) for half in halves]
+        found = {name: self._estimate_unit(model, unit) for name, unit in units.items()}
         self.estimates = {name: estimates for name, estimates in found.items() if estimates}
         self.unknown = [name for name in units if name not in self.estimates]
         self.families: dict[str, list[str]] = defaultdict(list)
@@ -117,6 +129,13 @@ class Survey:
                 cost, names = self.layers.setdefault(layer, (costs.of(model.get_submodule(layer)), []))
                 names.append(name)
 
+    def _estimate_unit(self, model: nn.Module, unit: ChannelUnit) -> Estimates | None:
+        first, second = (fold.observed[unit.name] for fold in self.folds)
+        # A draft is fitted on the tokens of one half.
+        if not all(part.count for part in (*first.channels, *second.channels)):
+            return None
+        return estimate_losses(model, unit, first.merge(second))
+
     def measure_prices(self, judge: Judge, work_dir: Path, progress: bool) -> None:
         """Measures the price of each family on drafts that lose channels of this family alone.
 
@@ -128,7 +147,7 @@ class Survey:
         if not file.exists():
             found = {}
             try:
-                if judge.images.count < HELD_OUT or sum(len(each.scores) for each in judge.found) < FEW_DETECTIONS:
+                if judge.images.count < HELD_OUT or judge.count_detections(judge.found) < FEW_DETECTIONS:
                     return
                 for family, names in Progress(self.families.items(), 'Prices of channels', disable=not progress):
                     found[family] = self._measure_price(judge, names)
@@ -144,7 +163,7 @@ class Survey:
         least, points = self.multiply_adds({name: self.estimates[name].counts[-1] for name in names}), []
         for share in PRICED:
             counts = self._remove(self.total - share * (self.total - least), names)
-            retained = judge.measure(self.draft(counts))
+            retained = self.judge_draft(judge, counts)
             # What chance may hide counts too.
             points.append((self._estimate(counts), max(0.0, 1 - retained.value) + retained.error))
             if points[0][1] < CHEAP:
@@ -155,10 +174,22 @@ class Survey:
         found = (self.estimates[name] for name in counts)
         return sum(each.losses[each.counts.index(counts[each.unit.name])] for each in found)
 
-    def draft(self, counts: Mapping[str, int]) -> nn.Module:
-        """A student with these numbers of channels and all norms; see :func:`make_draft`."""
+    def draft(self, counts: Mapping[str, int], fold: Fold) -> nn.Module:
+        """A student with these numbers of channels and all norms, fitted on a fold; see :func:`make_draft`."""
         orders = {name: self.estimates[name].order for name in counts}
-        return make_draft(self.plan.copy_teacher(), counts, self.observed, orders)
+        return make_draft(self.plan.copy_teacher(), counts, fold.observed, orders)
+
+    def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
+        """Judges drafts with these numbers of channels on all batches, each on those that it is not fitted on."""
+        first, second = (self.draft(counts, fold) for fold in self.folds)
+        fitted = {batch for fold in self.folds for batch in fold.batches}
+        others = [batch for batch in range(self.plan.images.count) if batch not in fitted]
+        return judge.measure(
+            dict.fromkeys(self.folds[1].batches, first)
+            | dict.fromkeys(self.folds[0].batches, second)
+            | dict.fromkeys(others[::2], first)
+            | dict.fromkeys(others[1::2], second)
+        )
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
         """The multiply-adds with these numbers of channels, of the whole detector or of some layers."""
@@ -270,15 +301,13 @@ class LayerCosts(TorchFunctionMode):
 @torch.no_grad()
 def estimate_losses(model: nn.Module, unit: ChannelUnit, observed: Observed) -> Estimates | None:
     """Estimates for a unit, each as if nothing else were removed; None if too few tokens reach the unit."""
+    if any(part.count < len(part.xx) for part in observed.channels):
+        return None
     counts = possible_counts(unit)
     if unit.maps:
         (maps,) = observed.channels
-        if maps.count < unit.count:
-            return None
         order, added = rank_maps(maps, sensitivity(model, unit, maps))
         return Estimates(unit, counts, [0.0, *(float(added[unit.count - count - 1]) for count in counts[1:])], order)
-    if any(part.xx is None or part.count < len(part.xx) for part in observed.channels):
-        return None
     # The outputs of the readers, which are linear in the channels.
     parts = [
         with_outputs(part, [*map(model.get_submodule, names)])

@@ -279,13 +279,13 @@ def test_later_stages_of_a_cascade_are_fitted_at_the_regions_that_earlier_stages
 
 def test_auto_takes_the_least_share_with_a_draft_that_retains_the_ap(monkeypatch, capsys):
     model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
-    survey = SimpleNamespace(least_share=lambda: 0.4, choose=lambda share: {'unit': share}, draft=lambda counts: counts)
 
-    def measure(draft):
-        tried.append(draft['unit'])
-        return RetainedAP(0.995 if tried[-1] > 0.7 else 0.9, 0.01)
+    def judge_draft(judge, share):
+        tried.append(share)
+        return RetainedAP(0.995 if share > 0.7 else 0.9, 0.01)
 
-    assert find_least_share(survey, SimpleNamespace(measure=measure), progress=False) == 23 / 32
+    survey = SimpleNamespace(least_share=lambda: 0.4, choose=lambda share: share, judge_draft=judge_draft)
+    assert find_least_share(survey, None, progress=False) == 23 / 32
     assert len(tried) == 4 and min(tried) > 0.4
     # The real thing, where no student agrees.
     monkeypatch.setattr('slab_det.absorption.absorption.LEAST_RETAINED_AP', 1.1)
@@ -302,7 +302,7 @@ def test_the_search_for_a_share_keeps_norms_that_go_in_the_end(monkeypatch):
     model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
 
     def search(survey, judge, progress):
-        tried.append(survey.draft(survey.choose(0.9)))
+        tried.append(survey.draft(survey.choose(0.9), survey.folds[0]))
         return 0.9
 
     monkeypatch.setattr('slab_det.absorption.absorption.find_least_share', search)
@@ -337,7 +337,7 @@ def test_a_draft_loses_channels_that_no_layer_needs_without_any_change(build, tm
     }
     assert {unit.maps for unit in (units[name] for name in counts)} == {True, False}
     assert any(units[name].tokens for name in counts)
-    draft = survey.draft(counts)
+    draft = survey.draft(counts, survey.folds[0])
     assert {name: find_channels(draft)[name].count for name in counts} == counts
     ends = {reader for unit in units.values() for reader in unit.readers}
     ends -= {writer for unit in units.values() for writer in unit.writers}
@@ -368,24 +368,30 @@ def test_a_price_is_convex_and_below_what_was_measured():
 
 
 def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_go(tmp_path):
-    plan, drafts, images = plan_channels(build_teacher(), IMAGES, tmp_path), [], SimpleNamespace(count=len(IMAGES))
+    plan, drafts = plan_channels(build_teacher(), IMAGES, tmp_path), []
     survey, unpriced = Survey(plan), Survey(plan)
     families = {name: family for family, found in survey.families.items() for name in found}
     whole = find_channels(plan.model)
     assert {*families.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
 
-    def measure(draft):
-        pruned = {
-            name for name, unit in find_channels(draft).items() if name in families and unit.count < whole[name].count
-        }
-        drafts.append({families[name] for name in pruned})
+    def measure(students):
+        first, second = (fold.batches for fold in survey.folds)
+        # A draft is shown no batch that it is fitted on.
+        assert sorted(students) == [*range(len(IMAGES))] and len({*map(id, students.values())}) == 2
+        assert {*map(id, map(students.get, first))}.isdisjoint(map(id, map(students.get, second)))
+        pruned = [
+            {family for name, family in families.items() if left[name].count < whole[name].count}
+            for left in map(find_channels, students.values())
+        ]
+        assert all(each == pruned[0] for each in pruned)
+        drafts.append(pruned[0])
         # The mask head alone is dear.
         return RetainedAP(0.5 if drafts[-1] == {'roi_head.mask_head'} else 0.999, 0.001)
 
-    few = SimpleNamespace(measure=measure, images=images, found=[SimpleNamespace(scores=[0.9] * 49)])
+    few = SimpleNamespace(measure=measure, images=plan.images, found={}, count_detections=lambda batches: 49)
     survey.measure_prices(few, tmp_path, progress=False)
     assert not drafts and survey.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
-    judge = SimpleNamespace(measure=measure, images=images, found=[SimpleNamespace(scores=[0.9] * 50)])
+    judge = SimpleNamespace(measure=measure, images=plan.images, found={}, count_detections=lambda batches: 50)
     survey.measure_prices(judge, tmp_path, progress=False)
     assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other family'
     again = Survey(plan)
@@ -393,9 +399,7 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
     assert len(drafts) == 7 and again.choose(0.6) == survey.choose(0.6) != unpriced.choose(0.6)
 
     def left(chosen):
-        return sum(
-            chosen.get(name, survey.estimates[name].unit.count) for name in survey.families['roi_head.mask_head']
-        )
+        return sum(chosen.get(name, whole[name].count) for name in survey.families['roi_head.mask_head'])
 
     assert left(survey.choose(0.6)) > left(unpriced.choose(0.6))
 

@@ -241,3 +241,17 @@ def test_queries_and_keys_of_full_rank_keep_their_logits_and_a_lower_rank_loses_
         torch.testing.assert_close(errors, least)
         torch.testing.assert_close(lost[:, rank], least)
         assert share == pytest.approx(float((errors / before.square().mean((1, 2))).max()))
+
+
+@pytest.mark.parametrize('int8', [False, True])
+def test_merged_sums_are_those_over_all_tokens(int8):
+    x, y = torch.randn(50, 4).double() + 2, torch.randn(50, 3).double() - 1
+    parts = [CrossMoments(int8) for _ in range(4)]
+    for moments, tokens in zip(parts, (slice(30), slice(30, None), slice(None), slice(0)), strict=True):
+        moments.add(x[tokens], y[tokens])
+    first, second, whole, nothing = parts
+    before = first.xx.clone()
+    for name in ('count', 'mean_x', 'mean_y', 'xx', 'xy', 'yy', 'low', 'high'):
+        merged, expected = (torch.as_tensor(getattr(part, name)) for part in (first.merge(second), whole))
+        torch.testing.assert_close(merged, expected, check_dtype=False)
+    assert torch.equal(first.xx, before) and first.merge(nothing) is first is nothing.merge(first)
