@@ -2,10 +2,10 @@
 
     python -m benchmarks.absorb.ruler hard CONFIG CHECKPOINT --data-root data/hard --seed 0
 
-The students have all norms and fewer channels, in one family of layers alone or everywhere; or no norms; or are the
-teacher in bfloat16. The images are those of the validation set. Rows are added to benchmarks/results/ruler.json; a row
-that is there is not measured again. `python -m benchmarks.pages` writes the tables and the picture of
-benchmarks/README.md.
+The students have all norms and fewer channels, in one family of layers alone or everywhere, by estimated losses or by
+measured prices; or no norms; or are the teacher in bfloat16. The images are those of the validation set. Rows are added
+to benchmarks/results/ruler.json; a row that is there is not measured again. `python -m benchmarks.pages` writes the
+tables and the picture of benchmarks/README.md.
 
 `retained` is the ruler with the teacher's detections in the mirrored images as the truth; `found_again`, beside it,
 takes its detections in the images themselves, and so counts all that the student finds differently.
@@ -29,6 +29,7 @@ from torch import nn
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
 from slab_det.absorption.images import read_images
+from slab_det.absorption.judge import Judge
 from slab_det.absorption.plan import make_plan
 from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
@@ -56,6 +57,8 @@ FAMILIES = {
 # Shares of the channels that stay in one family, and of the multiply-adds that stay everywhere.
 SHARES = (0.5, 0.25)
 EVERYWHERE = (0.7, 0.5, 0.33, 0.25)
+# Name of the students whose channels go everywhere by measured prices.
+PRICED = 'by measured prices'
 RESULTS = FOLDER / 'ruler.json'
 
 
@@ -84,6 +87,8 @@ def measure(args: argparse.Namespace) -> None:
         return dict(AP=ap[kind]['AP'], **other, **values, images=len(found))
 
     def add(name: str, make: Callable[[], nn.Module]) -> None:
+        if name != 'teacher' and not any(part in name for part in args.students):
+            return
         print(results.measure_once(dict(teacher=args.name, seed=args.seed, name=name), lambda: compare(make())))
 
     add('teacher', lambda: teacher)
@@ -104,9 +109,12 @@ def measure(args: argparse.Namespace) -> None:
             for share in SHARES if units else ():
                 counts = {found.unit.name: nearest(found.counts, share * found.unit.count) for found in units}
                 add_student(f'{family}, {share:g} of the channels', counts)
-        for share in EVERYWHERE:
-            if share > survey.least_share():
-                add_student(f'everywhere, {share:g} of the multiply-adds', survey.choose(share))
+        shares = [share for share in EVERYWHERE if share > survey.least_share()]
+        for share in shares:
+            add_student(f'everywhere, {share:g} of the multiply-adds', survey.choose(share))
+        survey.measure_prices(Judge(model, plan.images), Path(folder), progress=False)
+        for share in shares:
+            add_student(f'{PRICED}, {share:g} of the multiply-adds', survey.choose(share))
 
 
 def nearest(values: Sequence[int], value: float) -> int:
@@ -191,6 +199,7 @@ def main() -> None:
     parser.add_argument('checkpoint')
     parser.add_argument('--data-root', required=True)
     parser.add_argument('--seed', type=int, default=0, help='of the teacher')
+    parser.add_argument('--students', nargs='+', default=[''], metavar='PART', help='only names with one of the parts')
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     args = parser.parse_args()
     runtime.install()
