@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property
 from itertools import chain
 
 import torch
@@ -18,6 +17,9 @@ from slab_det.common.errors import ComparisonError
 from slab_det.compare.detections import Detections, detect_prepared
 from slab_det.compare.ruler import RetainedAP, retained_ap
 
+# Pixels of the images that drafts are compared on, about: a hundred images of 224x224, or 40 crops of large ones.
+JUDGED = 100 * 224 * 224
+
 
 class Judge:
     """Estimates without labels which share of the teacher's AP a student retains.
@@ -28,36 +30,38 @@ class Judge:
     Args:
         teacher: In eval mode.
         images: The images.
+
+    Attributes:
+        held_out: The batches that are held out from the fits of students; all where there are fewer than five.
+        batches: Those that drafts are compared on.
     """
 
     def __init__(self, teacher: nn.Module, images: Images) -> None:
         self.teacher, self.images = teacher, images
-        held_out = [batch for batch in range(images.count) if is_held_out(batch)]
-        self.held_out = held_out or [*range(images.count)]
+        self.held_out = [batch for batch in range(images.count) if is_held_out(batch)] or [*range(images.count)]
+        pixels = images.store.get('0')[:, 0].numel()
+        self.batches = range(min(images.count, max(HELD_OUT, JUDGED // pixels)))
+        self._found: dict[tuple[int, bool], list[Detections]] = {}
 
     @property
     def can_compare(self) -> bool:
         """Whether the teacher makes detections that can be compared."""
         with suppress(ComparisonError):
-            return bool(self.found)
+            return bool(self.find(self.held_out[0]))
         return False
 
-    @cached_property
-    def found(self) -> dict[int, list[Detections]]:
-        """The teacher's detections in the images of each batch, by its index."""
+    def find(self, batch: int, mirrored: bool = False) -> list[Detections]:
+        """The teacher's detections in the images of a batch, or in the mirrored images, mirrored back."""
         # mmdet pastes masks only in float32.
         if not hasattr(self.teacher, 'data_preprocessor') or next(self.teacher.parameters()).dtype == torch.float64:
             raise ComparisonError('the model is no detector, or in float64')
-        return {batch: self._detect(self.teacher, batch) for batch in range(self.images.count)}
-
-    @cached_property
-    def truth(self) -> dict[int, list[Detections]]:
-        """The teacher's detections in the mirrored images, mirrored back."""
-        return {batch: self._detect(self.teacher, batch, mirrored=True) for batch in range(self.images.count)}
+        if (batch, mirrored) not in self._found:
+            self._found[batch, mirrored] = self._detect(self.teacher, batch, mirrored)
+        return self._found[batch, mirrored]
 
     def count_detections(self, batches: Iterable[int]) -> int:
         """The number of the teacher's detections in some batches."""
-        return sum(len(found.scores) for batch in batches for found in self.found[batch])
+        return sum(len(found.scores) for batch in batches for found in self.find(batch))
 
     def measure(self, students: Mapping[int, nn.Module]) -> RetainedAP:
         """Estimates the share of the AP that students retain together, each on its batches.
@@ -68,16 +72,15 @@ class Judge:
         Raises:
             ComparisonError: As :func:`retained_ap` does.
         """
-        batches = [*students]
-        truth, teacher = ([*chain(*map(part.get, batches))] for part in (self.truth, self.found))
-        return retained_ap(truth, teacher, [*chain(*(self._detect(students[batch], batch) for batch in batches))])
+        truth, teacher = ([*chain(*(self.find(batch, side) for batch in students))] for side in (True, False))
+        return retained_ap(truth, teacher, [*chain(*(self._detect(students[batch], batch) for batch in students))])
 
     def describe(self, student: nn.Module, report: AbsorptionReport) -> None:
         """Adds the share to a report, if the teacher's detections can be compared."""
         if not self.can_compare:
             return
         report.held_out = self.images.count >= HELD_OUT
-        report.num_images = sum(len(self.found[batch]) for batch in self.held_out)
+        report.num_images = sum(len(self.find(batch)) for batch in self.held_out)
         report.num_detections = self.count_detections(self.held_out)
         with suppress(ComparisonError):  # the teacher finds nothing, or nothing again
             retained = self.measure(dict.fromkeys(self.held_out, student))

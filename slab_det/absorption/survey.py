@@ -147,7 +147,7 @@ class Survey:
         if not file.exists():
             found = {}
             try:
-                if judge.images.count < HELD_OUT or judge.count_detections(judge.found) < FEW_DETECTIONS:
+                if judge.images.count < HELD_OUT or judge.count_detections(judge.batches) < FEW_DETECTIONS:
                     return
                 for family, names in Progress(self.families.items(), 'Prices of channels', disable=not progress):
                     found[family] = self._measure_price(judge, names)
@@ -180,16 +180,9 @@ class Survey:
         return make_draft(self.plan.copy_teacher(), counts, fold.observed, orders)
 
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
-        """Judges drafts with these numbers of channels on all batches, each on those that it is not fitted on."""
+        """Judges drafts with these numbers of channels, each on batches that it is not fitted on."""
         first, second = (self.draft(counts, fold) for fold in self.folds)
-        fitted = {batch for fold in self.folds for batch in fold.batches}
-        others = [batch for batch in range(self.plan.images.count) if batch not in fitted]
-        return judge.measure(
-            dict.fromkeys(self.folds[1].batches, first)
-            | dict.fromkeys(self.folds[0].batches, second)
-            | dict.fromkeys(others[::2], first)
-            | dict.fromkeys(others[1::2], second)
-        )
+        return judge.measure({batch: second if batch in self.folds[0].batches else first for batch in judge.batches})
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
         """The multiply-adds with these numbers of channels, of the whole detector or of some layers."""

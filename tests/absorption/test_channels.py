@@ -388,10 +388,10 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
         # The mask head alone is dear.
         return RetainedAP(0.5 if drafts[-1] == {'roi_head.mask_head'} else 0.999, 0.001)
 
-    few = SimpleNamespace(measure=measure, images=plan.images, found={}, count_detections=lambda batches: 49)
+    few = SimpleNamespace(measure=measure, images=plan.images, batches=range(5), count_detections=lambda batches: 49)
     survey.measure_prices(few, tmp_path, progress=False)
     assert not drafts and survey.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
-    judge = SimpleNamespace(measure=measure, images=plan.images, found={}, count_detections=lambda batches: 50)
+    judge = SimpleNamespace(measure=measure, images=plan.images, batches=range(5), count_detections=lambda batches: 50)
     survey.measure_prices(judge, tmp_path, progress=False)
     assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other family'
     again = Survey(plan)
