@@ -12,13 +12,15 @@ from mmdet.structures import DetDataSample
 from torch import nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport
-from slab_det.absorption.images import HELD_OUT, Images, is_held_out
+from slab_det.absorption.images import HELD_OUT, WHOLE, Images, is_held_out
 from slab_det.common.errors import ComparisonError
 from slab_det.compare.detections import Detections, detect_prepared
 from slab_det.compare.ruler import RetainedAP, retained_ap
 
-# Pixels of the images that drafts are compared on, about: a hundred images of 224x224, or 40 crops of large ones.
-JUDGED = 100 * 224 * 224
+# Drafts are compared on as many pixels as a hundred images of 224x224 have, or on some crops of large images: with its
+# thousand proposals and up to a hundred masks, a crop takes a full-size detector two seconds of a core. A dozen drafts
+# give the prices.
+JUDGED, CROPS, LEAST = 100 * 224 * 224, 20, 10
 
 
 class Judge:
@@ -39,8 +41,9 @@ class Judge:
     def __init__(self, teacher: nn.Module, images: Images) -> None:
         self.teacher, self.images = teacher, images
         self.held_out = [batch for batch in range(images.count) if is_held_out(batch)] or [*range(images.count)]
-        pixels = images.store.get('0')[:, 0].numel()
-        self.batches = range(min(images.count, max(HELD_OUT, JUDGED // pixels)))
+        first, whole = images.store.get('0'), images.store.get(str(WHOLE))
+        most = JUDGED // first[:, 0].numel() if first.shape == whole.shape else CROPS
+        self.batches = range(min(images.count, max(LEAST, most)))
         self._found: dict[tuple[int, bool], list[Detections]] = {}
 
     @property

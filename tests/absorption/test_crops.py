@@ -6,7 +6,9 @@ from conftest import pictures
 from teachers import build_teacher
 
 from slab_det.absorption import images as reading
+from slab_det.absorption import judge as judging
 from slab_det.absorption.images import WHOLE, read_images
+from slab_det.absorption.judge import Judge
 from slab_det.absorption.tokens import POSITIONS, sample_tokens
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.adopt import adopt
@@ -46,3 +48,17 @@ def test_sampled_tokens_fall_into_every_row_and_column_of_a_window():
         assert counts.min() > 0.8 * POSITIONS / 7
     few = torch.randn(2, 5, 3)
     assert torch.equal(sample_tokens(few)[0], few.flatten(0, 1))
+
+
+def test_drafts_are_compared_on_fewer_crops_than_small_images(tmp_path, monkeypatch):
+    model = build_teacher('SLABSwin')
+    adopt(model)
+    small = read_images(model, pictures(12, (32, 32)), tmp_path, heads=True)
+    assert [*Judge(model, small).batches] == [*range(12)]
+    monkeypatch.setattr(judging, 'JUDGED', 11 * 32 * 32)
+    assert [*Judge(model, small).batches] == [*range(11)] and Judge(model, small).held_out == [4, 9]
+    monkeypatch.setattr(judging, 'CROPS', 11)
+    monkeypatch.setattr(reading, 'CROP', 224 * 224)
+    monkeypatch.setattr(reading, 'IMAGES', 12)
+    large = read_images(model, pictures(12, (256, 480)), tmp_path, heads=True)
+    assert [*Judge(model, large).batches] == [*range(11)]
