@@ -267,6 +267,7 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (BENCHMARKS, 'absorbed'): Block([*ABSORBED.values()], lambda: absorption_table(absorbed_rows())),
     (BENCHMARKS, 'ruler'): Block(['ruler'], lambda: ruler.summary_table(load('ruler').rows)),
     (BENCHMARKS, 'students'): Block(['ruler'], lambda: ruler.students_table(load('ruler').rows)),
+    (BENCHMARKS, 'prices'): Block(['ruler'], lambda: ruler.prices_table(load('ruler').rows)),
     (BENCHMARKS, 'channels'): Block(['absorb_bccd_600'], partial(channels_ap_table, 'box AP')),
     (BENCHMARKS, 'ablation'): Block(['absorb_ablation_bccd', 'absorb_ablation_dsb2018'], ablation_table),
     (BENCHMARKS, 'size'): Block(['absorb_size'], lambda: size.table(load('absorb_size'))),

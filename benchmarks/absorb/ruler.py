@@ -57,8 +57,8 @@ FAMILIES = {
 # Shares of the channels that stay in one family, and of the multiply-adds that stay everywhere.
 SHARES = (0.5, 0.25)
 EVERYWHERE = (0.7, 0.5, 0.33, 0.25)
-# Name of the students whose channels go everywhere by measured prices.
-PRICED = 'by measured prices'
+# What the names of students begin with whose channels go everywhere, by estimated losses and by measured prices.
+ESTIMATED, PRICED = 'everywhere', 'by measured prices'
 RESULTS = FOLDER / 'ruler.json'
 
 
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> None:
                 add_student(f'{family}, {share:g} of the channels', counts)
         shares = [share for share in EVERYWHERE if share > survey.least_share()]
         for share in shares:
-            add_student(f'everywhere, {share:g} of the multiply-adds', survey.choose(share))
+            add_student(f'{ESTIMATED}, {share:g} of the multiply-adds', survey.choose(share))
         survey.measure_prices(Judge(model, plan.images), Path(folder), progress=False)
         for share in shares:
             add_student(f'{PRICED}, {share:g} of the multiply-adds', survey.choose(share))
@@ -170,6 +170,21 @@ def students_table(rows: Sequence[dict]) -> str:
         for row in students(rows)
     ]
     return format_table(titles, lines)
+
+
+def prices_table(rows: Sequence[dict]) -> str:
+    """AP of students whose channels go by estimated losses, and by measured prices."""
+    lines, found = [], {(row['teacher'], row['name']): row for row in rows}
+    for (teacher, name), priced in found.items():
+        estimated = found.get((teacher, name.replace(PRICED, ESTIMATED)))
+        if name.startswith(PRICED) and estimated:
+            line = [teacher, name.removeprefix(f'{PRICED}, ').partition(' ')[0]]
+            for key in ('AP', 'box_AP'):
+                aps = [row.get(key) for row in (found[teacher, 'teacher'], estimated, priced)]
+                line += ['–' if ap is None else f'{100 * ap:.1f}' for ap in aps]
+            lines.append(line)
+    titles = ['teacher', 'multiply-adds left', 'its AP', 'by estimated losses', 'by measured prices']
+    return format_table([*titles, 'its box AP', *titles[3:]], lines)
 
 
 @styled

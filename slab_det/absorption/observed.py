@@ -37,7 +37,7 @@ class Observed:
         self.readers: dict[str, CrossMoments] = {}
 
     def merge(self, other: Observed) -> Observed:
-        """The sums over the batches of both, but for the inputs of the layers that read maps."""
+        """The sums over the batches of both; ``readers``, of which no price is estimated, stay those of the first."""
         joint = copy(self)
         joint.channels = [mine.merge(more) for mine, more in zip(self.channels, other.channels, strict=True)]
         for name in ('stream', 'queries', 'keys'):

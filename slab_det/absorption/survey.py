@@ -99,7 +99,8 @@ class Survey:
     Attributes:
         folds: Two halves of the batches that are fitted. A draft is fitted on one and judged on the other.
         estimates: Of each unit, by its name.
-        prices: Of each family of units, by its name.
+        families: The names of the units of each family, by its name; see :func:`find_family`.
+        prices: Of each family, by its name.
         total: Multiply-adds of the first batch, whole, in the backbone, the neck and the heads that absorption runs.
         unknown: Names of the units that too few tokens of the images reach, so that all of their channels stay.
         layers: For each layer that reads or writes hidden channels: its multiply-adds, and the names of the units that
@@ -139,8 +140,8 @@ class Survey:
     def measure_prices(self, judge: Judge, work_dir: Path, progress: bool) -> None:
         """Measures the price of each family on drafts that lose channels of this family alone.
 
-        Within a family the estimates order the channels well, but an estimated loss of a mask head costs ten times the
-        AP of the same loss in an RPN. Prices are kept in a file of ``work_dir``. Without detections enough to tell, the
+        Within a family the estimates order the channels well, but the same estimated loss costs far more AP in a box
+        head than in an RPN. Prices are kept in a file of ``work_dir``. Where there are too few detections to tell, the
         estimates stay the prices.
         """
         file = work_dir / f'prices_{teacher_digest(self.plan).hexdigest()[:16]}.json'
@@ -152,7 +153,7 @@ class Survey:
                 for family, names in Progress(self.families.items(), 'Prices of channels', disable=not progress):
                     found[family] = self._measure_price(judge, names)
             except ComparisonError:
-                # There are no detections, or none in the mirrored images.
+                # There are no detections, or none in the mirrored images, or only in a few images.
                 return
             with whole_file(file) as path:
                 path.write_text(json.dumps(found))
@@ -164,6 +165,8 @@ class Survey:
         for share in PRICED:
             counts = self._remove(self.total - share * (self.total - least), names)
             retained = self.judge_draft(judge, counts)
+            if not math.isfinite(retained.error):
+                raise ComparisonError('too few images show objects')
             # What chance may hide counts too.
             points.append((self._estimate(counts), max(0.0, 1 - retained.value) + retained.error))
             if points[0][1] < CHEAP:
