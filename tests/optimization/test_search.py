@@ -50,6 +50,7 @@ def _few_rounds_without_bfloat16() -> Iterator[None]:
         # A tenth of the time; of the memory of forms the tests need nothing exact.
         patch.setattr(memory, 'gc', SimpleNamespace(collect=lambda: 0))
         patch.setattr(turns, 'LEAST_ROUNDS', 2)
+        patch.setattr(turns, 'QUARTILE_ROUNDS', 2)
         patch.setattr(turns, 'PAUSE_SECONDS', 0)
         patch.setattr(choice, 'SURE_ROUNDS', 2)
         patch.setattr(choice, 'QUARTILE_ROUNDS', 2)

@@ -13,6 +13,7 @@ from torch import empty
 from slab_det.compare.detections import as_detections
 from slab_det.inference.forms import Form
 from slab_det.optimization import turns as module
+from slab_det.optimization.choice import QUARTILE_ROUNDS
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.turns import BASE, LOOK_SECONDS, Turns
 
@@ -58,11 +59,11 @@ def test_a_quick_form_is_compared_on_all_images(tmp_path: Path, monkeypatch: pyt
     clock = Clock(monkeypatch, tmp_path, 0.02)
     clock.turns.run([OTHER], 5)
     assert clock.seen(BASE) == clock.seen(OTHER) == len(clock.turns.records.found[TRUTH]) == IMAGES
-    # Looking is no round.
-    assert clock.turns.records.count(OTHER.key) == clock.turns.records.count(BASE.key) == 5
+    # Looking is no round, and ten rounds take a second.
+    assert clock.turns.records.count(OTHER.key) == clock.turns.records.count(BASE.key) == QUARTILE_ROUNDS
     lines = len(clock.turns.records.rounds)
-    assert lines == IMAGES + 5
-    clock.turns.run([OTHER], 6)
+    assert lines == IMAGES + QUARTILE_ROUNDS
+    clock.turns.run([OTHER], QUARTILE_ROUNDS + 1)
     assert len(clock.turns.records.rounds) == lines + 1, 'no image is looked at again'
 
 
@@ -73,6 +74,7 @@ def test_a_slow_form_looks_at_few_images_for_seconds(tmp_path: Path, monkeypatch
     assert clock.seen(BASE) == clock.seen(OTHER) == -(-2 * LOOK_SECONDS // 9) == 2
     clock.turns.run([OTHER], 5)
     assert clock.seen(BASE) == clock.seen(OTHER) > 5, 'rounds show a form further images'
+    assert clock.turns.records.count(OTHER.key) == 5, 'further rounds would take long'
 
 
 def test_nothing_is_looked_at_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,4 +93,4 @@ def test_a_form_that_fails_while_it_looks_leaves_the_others(tmp_path: Path, monk
     clock.turns.served[OTHER.key] = fail
     clock.turns.run([OTHER], 5)
     assert clock.turns.failed == {OTHER.key: 'no such kernel'} and clock.seen(BASE) == IMAGES
-    assert OTHER.key not in clock.turns.records.found and clock.turns.records.count(BASE.key) == 5
+    assert OTHER.key not in clock.turns.records.found and clock.turns.records.count(BASE.key) == QUARTILE_ROUNDS
