@@ -58,7 +58,7 @@ FAMILIES = {
 SHARES = (0.5, 0.25)
 EVERYWHERE = (0.7, 0.5, 0.33, 0.25)
 # What the names of students begin with whose channels go everywhere, by estimated losses and by measured prices.
-ESTIMATED, PRICED = 'everywhere', 'by measured prices'
+BY_ESTIMATES, BY_PRICES = 'everywhere', 'by measured prices'
 RESULTS = FOLDER / 'ruler.json'
 
 
@@ -111,10 +111,10 @@ def measure(args: argparse.Namespace) -> None:
                 add_student(f'{family}, {share:g} of the channels', counts)
         shares = [share for share in EVERYWHERE if share > survey.least_share()]
         for share in shares:
-            add_student(f'{ESTIMATED}, {share:g} of the multiply-adds', survey.choose(share))
+            add_student(f'{BY_ESTIMATES}, {share:g} of the multiply-adds', survey.choose(share))
         survey.measure_prices(Judge(model, plan.images), Path(folder), progress=False)
         for share in shares:
-            add_student(f'{PRICED}, {share:g} of the multiply-adds', survey.choose(share))
+            add_student(f'{BY_PRICES}, {share:g} of the multiply-adds', survey.choose(share))
 
 
 def nearest(values: Sequence[int], value: float) -> int:
@@ -176,9 +176,9 @@ def prices_table(rows: Sequence[dict]) -> str:
     """AP of students whose channels go by estimated losses, and by measured prices."""
     lines, found = [], {(row['teacher'], row['name']): row for row in rows}
     for (teacher, name), priced in found.items():
-        estimated = found.get((teacher, name.replace(PRICED, ESTIMATED)))
-        if name.startswith(PRICED) and estimated:
-            line = [teacher, name.removeprefix(f'{PRICED}, ').partition(' ')[0]]
+        estimated = found.get((teacher, name.replace(BY_PRICES, BY_ESTIMATES)))
+        if name.startswith(BY_PRICES) and estimated:
+            line = [teacher, name.removeprefix(f'{BY_PRICES}, ').partition(' ')[0]]
             for key in ('AP', 'box_AP'):
                 aps = [row.get(key) for row in (found[teacher, 'teacher'], estimated, priced)]
                 line += ['–' if ap is None else f'{100 * ap:.1f}' for ap in aps]

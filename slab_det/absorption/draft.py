@@ -7,20 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.elimination import reduce_rank
 from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.observed import Observed
-from slab_det.absorption.refit import prune_and_refit
+from slab_det.absorption.refit import prune_and_refit, reduce_unit_rank
 from slab_det.absorption.regression import DEFAULT_RIDGE, Split, ridge_fits
-from slab_det.fusion.channels import (
-    ChannelUnit,
-    columns_of,
-    find_channels,
-    input_weight,
-    output_parameters,
-    set_input_weight,
-)
+from slab_det.fusion.channels import ChannelUnit, columns_of, find_channels, input_weight, set_input_weight
 
 
 @torch.no_grad()
@@ -37,18 +29,19 @@ def make_draft(
         counts: Number of channels to leave in each unit that loses some, by its name.
         observed: What the teacher computes around each unit.
         orders: The order in which the channels of each unit go.
+
+    Returns:
+        The copy, without a report.
     """
+    units = find_channels(model)
     # Layers that read maps write hidden channels of heads: they are fitted while they have all of them.
-    for name in sorted(counts, key=lambda name: not find_channels(model)[name].maps):
-        unit, seen = find_channels(model)[name], observed[name]
+    for name in sorted(counts, key=lambda name: not units[name].maps):
+        unit, seen = units[name], observed[name]
         if unit.maps:
             _remove_maps(model, unit, counts[name], seen)
             continue
         if unit.tokens:
-            weight, bias = output_parameters(model.get_submodule(unit.writers[0]))
-            padding = getattr(model.get_submodule(unit.owner), 'padding_qkv', None)
-            width = counts[name] // unit.heads
-            reduce_rank(seen.queries, seen.keys, weight, bias, unit.heads, width, padding)
+            reduce_unit_rank(model, unit, counts[name], seen.queries, seen.keys)
         outputs = [
             with_outputs(part, [*map(model.get_submodule, names)])
             for names, part in zip(unit.readers_of_levels, seen.channels, strict=True)

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.elimination import join_channels, rank_channels
+from slab_det.absorption.elimination import join_channels, rank_channels, reduce_rank
 from slab_det.absorption.moments import Affine, CrossMoments
 from slab_det.absorption.regression import Split
-from slab_det.fusion.channels import ChannelUnit, columns_of, input_weight, keep_channels, set_input_weight
+from slab_det.fusion.channels import (
+    ChannelUnit,
+    columns_of,
+    input_weight,
+    keep_channels,
+    output_parameters,
+    set_input_weight,
+)
 
 
 @torch.no_grad()
@@ -71,6 +78,20 @@ def prune_and_refit(
     for level, (fit, _) in zip(levels, fits, strict=True):
         level.write(fit)
     return sum(error for _, error in fits) / len(fits)
+
+
+def reduce_unit_rank(model: nn.Module, unit: ChannelUnit, kept: int, queries: CrossMoments, keys: CrossMoments) -> None:
+    """Makes q and k of each head zero behind the channels that stay, with nearly the same logits.
+
+    Args:
+        model: The student, changed in place.
+        unit: The channels of an attention.
+        kept: Number of channels that stay, of all heads.
+        queries, keys: Sums over the tokens that queries and keys come from, as x.
+    """
+    weight, bias = output_parameters(model.get_submodule(unit.writers[0]))
+    padding = getattr(model.get_submodule(unit.owner), 'padding_qkv', None)
+    reduce_rank(queries, keys, weight, bias, unit.heads, kept // unit.heads, padding)
 
 
 class _Level:

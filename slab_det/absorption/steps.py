@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from slab_det.absorption.absorption_report import ChannelAbsorption, NormAbsorption
-from slab_det.absorption.elimination import reduce_rank
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.maps import combine_channels
 from slab_det.absorption.pair import Pair
-from slab_det.absorption.refit import prune_and_refit, refit
+from slab_det.absorption.refit import prune_and_refit, reduce_unit_rank, refit
 from slab_det.absorption.regression import diagonal_fit
 from slab_det.absorption.tokens import (
     apply_to_columns,
@@ -101,10 +100,7 @@ class RankStep(Step):
                 moments.add(batch, *sample_tokens(part))
         for moments in (queries, keys):
             moments.check_finite(self.name)
-        weight, bias = output_parameters(pair.model.get_submodule(unit.writers[0]))
-        padding = getattr(pair.model.get_submodule(unit.owner), 'padding_qkv', None)
-        width = kept // unit.heads
-        reduce_rank(queries.fitted, keys.fitted, weight, bias, unit.heads, width, padding)
+        reduce_unit_rank(pair.model, unit, kept, queries.fitted, keys.fitted)
 
 
 @dataclass(frozen=True, kw_only=True)
