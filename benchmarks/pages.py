@@ -18,7 +18,7 @@ from textwrap import fill
 from typing import NamedTuple
 
 from benchmarks import cpu_forms, gpu, int8, quickstart, runtimes
-from benchmarks.absorb import grid, ruler, size
+from benchmarks.absorb import ruler, size
 from benchmarks.absorb.table import absorption_table, students_table
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
 from benchmarks.results import FOLDER, ROOT, Results
@@ -263,7 +263,6 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (NORMS, 'training'): Block(['training_cost_cpu', 'gpu'], training_summary),
     **{(BENCHMARKS, f'norms {name}'): Block([f'norms_{name}'], partial(study, name)) for name in STUDIES},
     (BENCHMARKS, 'training'): Block(['training_cost_cpu'], training_table),
-    (BENCHMARKS, 'grid'): Block(['grid_hard'], lambda: grid.table(load('grid_hard').rows)),
     (BENCHMARKS, 'absorbed'): Block([*ABSORBED.values()], lambda: absorption_table(absorbed_rows())),
     (BENCHMARKS, 'ruler'): Block(['ruler'], lambda: ruler.summary_table(load('ruler').rows)),
     (BENCHMARKS, 'students'): Block(['ruler'], lambda: ruler.students_table(load('ruler').rows)),
@@ -481,9 +480,6 @@ def readme_sentences() -> list[Sentence]:
 
 
 def benchmarks_sentences() -> list[Sentence]:
-    teacher, *students = load('grid_hard').rows
-    lost = {(row['selector'].split()[0], row['fit']): 100 * (teacher['AP'] - row['AP']) for row in students}
-    chosen = [lost[key] for key in lost if key[0] != 'random' and key[1] in ('CORP', 'ours')]
     rows, hard = select('int8'), {row['name']: row for row in load('norms_bccd-hard').rows}
     (low,) = load('absorb_hard_1600').select(name='teacher, bfloat16')
     kinds, absorbed = ('bbox', 'segm'), ('bccd, absorbed', 'bccd, absorbed for int8')
@@ -497,10 +493,6 @@ def benchmarks_sentences() -> list[Sentence]:
     in_openvino = [value for name in absorbed for value in lost_in(name, 'NNCF in OpenVINO')]
     settings = ('depths 2,2,12,2, embed 24, learning rate 2e-3', 'batch 1, 2000 iterations')
     return [
-        Sentence(
-            "random channels lose {} with our fit and {} with CORP's, chosen channels {} to {} with either",
-            [f'{lost["random", "ours"]:.1f}', f'{lost["random", "CORP"]:.1f}', *span(chosen, '{:.1f}')],
-        ),
         Sentence(
             'In bfloat16 (deployed, AVX-512) seed 0 has {} and {}',
             [f'{100 * low[key]:.1f}' for key in ('AP', 'box_AP')],

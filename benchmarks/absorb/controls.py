@@ -6,39 +6,33 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
 
 import slab_det
 from slab_det.absorption import regression
+from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import read_images
 from slab_det.absorption.moments import Affine, CrossMoments
+from slab_det.absorption.norms import absorb_norms
 from slab_det.absorption.pair import Pair
-from slab_det.absorption.plan import AbsorptionPlan, make_plan
-from slab_det.absorption.student import make_student
+from slab_det.absorption.plan import plan_norms
 from slab_det.absorption.survey import Survey
 
 
 def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
     """Every FFN becomes its best affine map: the layers that write the stream are fitted as always, all norms stay."""
-    copy_teacher = AbsorptionPlan.copy_teacher
-
-    def copy_without_activations(plan: AbsorptionPlan) -> nn.Module:
-        model = copy_teacher(plan)
-        for module in [*model.backbone.modules()]:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Pair, 'differs', lambda self: True):
+        plan = plan_norms(teacher.eval(), read_images(teacher, images, Path(folder)), 'keep')
+        student = plan.copy_teacher()
+        for module in [*student.backbone.modules()]:
             for name, child in module.named_children():
                 if isinstance(child, nn.GELU):
                     setattr(module, name, nn.Identity())
-        return model
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(AbsorptionPlan, 'copy_teacher', copy_without_activations),
-        mock.patch.object(Pair, 'differs', lambda self: True),
-    ):
-        plan = make_plan(teacher.eval(), read_images(teacher, images, Path(folder)), True, 'keep')
-        return make_student(plan, {}, Path(folder), progress=False)
+        absorb_norms(plan, student, {}, AbsorptionReport(), Path(folder), progress=False)
+        return student
 
 
 def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
@@ -57,9 +51,9 @@ def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
 class BlockSurvey(Survey):
     """The units of the backbone's blocks; their multiply-adds are all that is counted."""
 
-    def __init__(self, plan: AbsorptionPlan) -> None:
+    def __init__(self, *args: Any) -> None:
         self.counts: Mapping[str, int] | None = None
-        super().__init__(plan)
+        super().__init__(*args)
         self.estimates = {name: found for name, found in self.estimates.items() if name.startswith('backbone.')}
         self.families = {family: self.families[family] for family in ('attention', 'FFN')}
         self.layers = {layer: value for layer, value in self.layers.items() if layer.startswith('backbone.')}

@@ -28,10 +28,9 @@ from torch import nn
 
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
+from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import read_images
 from slab_det.absorption.judge import Judge
-from slab_det.absorption.plan import make_plan
-from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
@@ -98,11 +97,11 @@ def measure(args: argparse.Namespace) -> None:
         model = copy_module(teacher)
         adopt(model)
         set_mode(model, False)
-        plan = make_plan(model, read_images(model, images, Path(folder), heads=True), True, 'keep', False)
-        survey = Survey(plan)
+        stored = read_images(model, images, Path(folder), heads=True)
+        survey = Survey(model, stored)
 
         def add_student(name: str, counts: dict[str, int]) -> None:
-            add(name, lambda: make_student(plan, counts, Path(folder), progress=False))
+            add(name, lambda: pruned(survey, counts))
 
         for family, parts in FAMILIES.items():
             units = [found for name, found in survey.estimates.items() if any(part in name for part in parts)]
@@ -112,9 +111,16 @@ def measure(args: argparse.Namespace) -> None:
         shares = [share for share in EVERYWHERE if share > survey.least_share()]
         for share in shares:
             add_student(f'{BY_ESTIMATES}, {share:g} of the multiply-adds', survey.choose(share))
-        survey.measure_prices(Judge(model, plan.images), Path(folder), progress=False)
+        survey.measure_prices(Judge(model, stored), Path(folder))
         for share in shares:
             add_student(f'{BY_PRICES}, {share:g} of the multiply-adds', survey.choose(share))
+
+
+def pruned(survey: Survey, counts: dict[str, int]) -> nn.Module:
+    """The teacher with these numbers of channels."""
+    student = copy_module(survey.teacher)
+    survey.prune(student, counts, AbsorptionReport())
+    return student
 
 
 def nearest(values: Sequence[int], value: float) -> int:

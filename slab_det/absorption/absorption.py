@@ -13,16 +13,18 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from torch import nn
 
-from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
+from slab_det.absorption.absorption_report import AbsorptionReport, NormAbsorption
 from slab_det.absorption.images import read_images
 from slab_det.absorption.judge import Judge
-from slab_det.absorption.plan import make_plan
-from slab_det.absorption.student import make_student
+from slab_det.absorption.norms import absorb_norms
+from slab_det.absorption.plan import plan_norms
 from slab_det.absorption.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.common.copying import copy_module
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.modes import is_deployed, set_mode
+from slab_det.fusion.folding import past_report
+from slab_det.fusion.fusion_report import FusionReport
 
 # Least share of the AP that the student of channels='auto' retains; with less, a warning is given.
 LEAST_RETAINED_AP = 0.99
@@ -105,27 +107,34 @@ def absorb(
         adopt(model)
         set_mode(model, False)
         stored = read_images(model, images, Path(folder), heads=channels != 1)
-        plan = make_plan(model, stored, channels != 1, norms, int8)
-        judge = Judge(model, stored)
+        plan = plan_norms(model, stored, norms, int8)
+        judge, report, work_dir = Judge(model, stored), AbsorptionReport(), Path(work_dir or folder)
         if channels == 'auto' and not judge.can_compare:
             raise ConversionError(
                 "channels='auto' compares detections: give a detector (not in float64), or a number: channels=0.5 for "
                 'half of the multiply-adds, channels=1 for all'
             )
-        work_dir = Path(work_dir or folder)
-        counts, survey = {}, None
+        student = plan.copy_teacher()
+        maps = {}
         if channels != 1:
-            survey = Survey(plan)
-            survey.measure_prices(judge, work_dir, progress)
-            counts = survey.choose(find_least_share(survey, judge, progress) if channels == 'auto' else channels)
-        student = make_student(plan, counts, work_dir, progress)
+            survey = Survey(copy_module(student), stored, int8, progress)
+            survey.measure_prices(judge, work_dir)
+            share = find_least_share(survey, judge, progress) if channels == 'auto' else channels
+            maps = survey.prune(student, survey.choose(share), report)
+        if not (plan.absorbed or report.channels):
+            why = '; '.join(dict.fromkeys(plan.reasons.values())) or 'it has none'
+            raise ConversionError(
+                f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, fewer names '
+                'of norms that stay, or channels=0.5 to remove hidden channels'
+            )
+        if plan.absorbed:
+            absorb_norms(plan, student, maps, report, work_dir, progress)
+        report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
+        past = past_report(model)
+        student.absorption_report = report
+        student.fusion_report = FusionReport([*past.norms, *plan.fusions.values()], past.channels | report.counts)
         if compare:
-            judge.describe(student, student.absorption_report)
-        if survey is not None:
-            report = student.absorption_report
-            report.multiply_adds = survey.total, survey.count(student)
-            reason = 'too few tokens or regions of the images reach it; give more images'
-            report.channels += [ChannelAbsorption(name, reason=reason) for name in survey.unknown]
+            judge.describe(student, report)
     _warn(student.absorption_report)
     return student
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from slab_det.absorption.elimination import rank_channels
 from slab_det.absorption.moments import CrossMoments
-from slab_det.absorption.regression import Split
 from slab_det.fusion.channels import ChannelUnit, input_weight, keep_channels, set_input_weight
 
 
@@ -50,25 +49,32 @@ def rank_maps(moments: CrossMoments, sensitivity: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def combine_channels(model: nn.Module, unit: ChannelUnit, kept: int, moments: Split) -> tuple[Tensor, float]:
+def combine_channels(
+    model: nn.Module, unit: ChannelUnit, kept: int, moments: CrossMoments, order: Tensor
+) -> tuple[Tensor, float]:
     """Removes channels of the maps; the readers take the others for them, by one regression for all levels.
 
     The regression has no shift, because the zeros around a map have none.
+
+    Args:
+        model: The student, changed in place.
+        unit: The channels of the maps.
+        kept: Number of channels that stay.
+        moments: Sums of the maps about their means, as x.
+        order: The order in which the channels go.
 
     Returns:
         The indices of the channels that stay, and the share of the variance of the readers' outputs that is lost, see
         :func:`sensitivity`, the mean over readers.
     """
-    weights = sensitivity(model, unit, moments.fitted)
-    stay = rank_maps(moments.fitted, weights)[0][-kept:].sort().values
-    matrix = moments.fitted.about_zero().project(torch.eye(unit.count, device=stay.device), stay)
+    weights, stay, about_zero = sensitivity(model, unit, moments), order[-kept:].sort().values, moments.about_zero()
+    matrix = about_zero.project(torch.eye(unit.count, device=stay.device), stay)
     matrix[stay] = torch.eye(kept, dtype=matrix.dtype, device=stay.device)
     for layer in map(model.get_submodule, unit.readers):
         weight = input_weight(layer).double().unflatten(1, (unit.count, -1))
         weight[:, stay] = torch.einsum('ocp,ck->okp', weight, matrix)
         set_input_weight(layer, weight.flatten(1))
     keep_channels(model, unit, stay)
-    judge = moments.measured.about_zero()
     rest = torch.eye(unit.count, dtype=matrix.dtype, device=stay.device)
     rest[:, stay] -= matrix
-    return stay, float((weights * (rest @ judge.xx @ rest.T)).sum() / judge.count / len(unit.readers))
+    return stay, float((weights * (rest @ about_zero.xx @ rest.T)).sum() / moments.count / len(unit.readers))

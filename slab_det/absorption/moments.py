@@ -113,6 +113,10 @@ class CrossMoments:
         joint.low, joint.high, joint.count = min(self.low, other.low), max(self.high, other.high), count
         return joint
 
+    def is_finite(self) -> bool:
+        """Whether no token was NaN or infinite."""
+        return not self.count or bool(self.xx.isfinite().all() and self.yy.isfinite().all())
+
     def about_zero(self) -> CrossMoments:
         """Returns the sums about zero instead of about the means, so that a fit has no shift."""
         other = copy(self)
@@ -124,15 +128,6 @@ class CrossMoments:
             other.yy = self.yy + self.count * y.square()
         return other
 
-    def add_to_target(self, weight: Tensor, bias: Tensor) -> CrossMoments:
-        """Returns the sums for the target ``y + weight x + bias``; weight (C_y, C_x), bias (C_y,)."""
-        other, weight = copy(self), weight.double()
-        if self.count:
-            other.mean_y = self.mean_y + (weight @ self.mean_x + bias.double())
-            other.xy = self.xy + self.xx @ weight.T
-            other.yy = self.yy + (2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1))
-        return other
-
     def with_target(self, weight: Tensor, bias: Tensor | float = 0.0) -> CrossMoments:
         """Returns the sums for the target ``weight x + bias``, weight (C_y, C_x), bias (C_y,)."""
         other = copy(self)
@@ -140,22 +135,11 @@ class CrossMoments:
         other.yy = ((weight @ self.xx) * weight).sum(1)
         return other
 
-    def deviation(self) -> Tensor:
-        """The standard deviations of y, (C_y,); 1 for a constant."""
-        return (self.yy / self.count).sqrt().where(self.yy > 0, 1.0)
-
     def divide_target(self, scale: Tensor) -> CrossMoments:
         """Returns the sums for the target ``y / scale``, scale (C_y,)."""
         other = copy(self)
         if self.count:
             other.mean_y, other.xy, other.yy = self.mean_y / scale, self.xy / scale, self.yy / scale.square()
-        return other
-
-    def subtract_from_target(self, shift: Tensor) -> CrossMoments:
-        """Returns the sums for the target ``y - shift``, shift (C_y,)."""
-        other = copy(self)
-        if self.count:
-            other.mean_y = self.mean_y - shift
         return other
 
     def select(self, channels: Tensor) -> CrossMoments:
@@ -171,12 +155,16 @@ class CrossMoments:
         gram.diagonal().add_(ridge * gram.diagonal() + 1e-300)
         return torch.linalg.solve(gram, self.xx[channels] @ weight.double().T).T
 
+    def squared_errors(self, fit: Affine) -> Tensor:
+        """The squared error of ``fit``, summed over tokens, of each channel of y, (C_y,)."""
+        matrix = fit.matrix
+        squares = self.yy - 2 * (matrix.T * self.xy).sum(0) + ((matrix @ self.xx) * matrix).sum(1)
+        offset = self.mean_y - matrix @ self.mean_x - fit.shift
+        return squares + self.count * offset.square()
+
     def unexplained(self, fit: Affine) -> float:
         """The squared error of ``fit`` over the variance of y: 0 is exact, above 1 is worse than the mean of y."""
-        matrix = fit.matrix
-        squares = self.yy.sum() - 2 * (matrix.T * self.xy).sum() + ((matrix @ self.xx) * matrix).sum()
-        offset = self.mean_y - matrix @ self.mean_x - fit.shift
-        return float((squares + self.count * offset.square().sum()) / self.yy.sum().clamp(min=1e-300))
+        return float(self.squared_errors(fit).sum() / self.yy.sum().clamp(min=1e-300))
 
     def variance(self) -> float:
         """The variance of y, summed over channels."""

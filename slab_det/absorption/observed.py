@@ -1,9 +1,9 @@
-"""Observes a teacher: sums over what it computes around its units of channels, of which prices and drafts are made."""
+"""Observes a teacher: sums over what it computes around its units of channels, of which students are made."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
@@ -11,13 +11,26 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from slab_det.absorption.images import Images
 from slab_det.absorption.moments import CrossMoments
-from slab_det.absorption.plan import AbsorptionPlan
-from slab_det.absorption.steps import HeadStep, MapReaderStep, MapStep, RankStep, WriterStep
+from slab_det.absorption.probes import (
+    Probe,
+    backbone_prefix,
+    find_features,
+    find_writers,
+    is_shared,
+    register_probe,
+    trace,
+)
 from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
-from slab_det.absorption.walk import Probe, register_probe
+from slab_det.common.errors import ConversionError
+from slab_det.common.progress import Progress
 from slab_det.common.tensors import tensors_in
-from slab_det.fusion.channels import ChannelUnit
+from slab_det.families import find_absorbed
+from slab_det.fusion.channels import ChannelUnit, find_channels
+
+# Most inputs of a layer that is fitted because maps lost channels: the sums of more would take gigabytes.
+MAX_COLUMNS = 8192
 
 
 class Observed:
@@ -27,84 +40,137 @@ class Observed:
         channels: The channels as x, as the readers of each level read them; of a neck's maps, of all levels together.
         stream: The residual stream behind the readers as y; empty in neck and heads.
         queries, keys: In an attention, the tokens that queries and keys come from as x.
-        readers: The inputs of each layer that reads a neck's maps as x, by its name, but for layers with more than
-            ``MAX_COLUMNS`` inputs.
+        readers: The inputs of each layer of a head that reads a neck's maps as x, by its name, but for layers with more
+            than ``MAX_COLUMNS`` inputs.
     """
 
-    def __init__(self, unit: ChannelUnit) -> None:
-        self.channels = [CrossMoments() for _ in unit.readers_of_levels]
-        self.stream, self.queries, self.keys = (CrossMoments() for _ in range(3))
-        self.readers: dict[str, CrossMoments] = {}
+    def __init__(self, unit: ChannelUnit, model: nn.Module, int8: bool) -> None:
+        self.channels = [CrossMoments(int8) for _ in unit.readers_of_levels]
+        self.stream, self.queries, self.keys = (CrossMoments(int8) for _ in range(3))
+        # Convolutions of a neck may read a map to write a smaller one.
+        heads = [name for name in unit.readers if unit.maps and name not in unit.writers]
+        fitted = [name for name in heads if model.get_submodule(name).weight[0].numel() <= MAX_COLUMNS]
+        self.readers = {name: CrossMoments(int8) for name in fitted}
 
     def merge(self, other: Observed) -> Observed:
-        """The sums over the batches of both; ``readers``, of which no price is estimated, stay those of the first."""
+        """The sums over the batches of both."""
         joint = copy(self)
         joint.channels = [mine.merge(more) for mine, more in zip(self.channels, other.channels, strict=True)]
         for name in ('stream', 'queries', 'keys'):
             setattr(joint, name, getattr(self, name).merge(getattr(other, name)))
+        joint.readers = {name: part.merge(other.readers[name]) for name, part in self.readers.items()}
         return joint
 
 
-@torch.no_grad()
-def observe(
-    plan: AbsorptionPlan, model: nn.Module, units: Mapping[str, ChannelUnit], batches: Iterable[int]
-) -> dict[str, Observed]:
-    """Runs a copy of the teacher on some batches, and returns what it computes around each unit, by name."""
-    observed = {name: Observed(unit) for name, unit in units.items()}
-    heads = {step.name: block for block, steps in plan.blocks.items() for step in steps}
-    # How often each sum was added to in a forward.
-    calls: Counter[CrossMoments] = Counter()
+class Observer:
+    """Looks at the units of a teacher.
 
-    def see(value: object, moments: CrossMoments, is_stream: bool) -> None:
-        calls[moments] += 1
-        # A dropout has two calls in an FFN.
-        if calls[moments] > 1:
-            return
-        x = tensors_in(value)[0]
-        # A convolution in an FFN has kernel 1 and reads a map or tokens.
-        (tokens,) = sample_tokens(x.flatten(2).transpose(1, 2) if x.ndim == 4 else x)
-        # Only the variance of the stream is needed.
-        moments.add(*(tokens[:, :1], tokens) if is_stream else (tokens,))
+    Args:
+        model: The teacher, in eval mode, without norms of slab_det.
+        images: Its images.
+        int8: See :func:`slab_det.absorb`.
 
-    def see_map(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, level: int) -> None:
-        weight = output_tokens(plan.images.regions[batch].weights[level])
-        moments.add(output_tokens(output), weight=weight)
+    Attributes:
+        units: The units whose channels can go, by name.
+        reasons: Why no channel of the other units can go, by name.
+    """
 
-    def see_reader(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, head: str, level: int) -> None:
-        weight = plan.images.regions[batch].position_weights(head, level + calls[moments])
-        calls[moments] += 1
-        weight = None if weight is None else output_tokens(weight)
-        moments.add(input_tokens(layer, args[0], output), weight=weight)
+    def __init__(self, model: nn.Module, images: Images, int8: bool) -> None:
+        self.model, self.images, self.int8 = model, images, int8
+        self.family = find_absorbed(model) if images.regions else None
+        writers = find_writers(model)
+        self.features = find_features(model, writers)
+        self.writers = {writer.layer: writer for writer in writers}
+        found = find_channels(model)
+        probes = [writer.target for writer in writers] + [Probe(writer.layer, 'output') for writer in writers]
+        probes += [at for unit in found.values() for at in self._tokens(unit)]
+        calls = trace(model, self.features(model), images.store.get('0'), probes)
+        reached = {name: unit for name, unit in found.items() if self._is_reached(unit, calls)}
+        self.units = {name: unit for name, unit in reached.items() if not unit.reason}
+        self.reasons = {name: unit.reason for name, unit in reached.items() if unit.reason}
 
-    with ExitStack() as stack:
+    def _tokens(self, unit: ChannelUnit) -> list[Probe]:
+        return [Probe(*at) for at in unit.tokens]
 
-        def hook(layer: str, look: Callable, **options: object) -> None:
-            handle = model.get_submodule(layer).register_forward_hook(partial(look, **options))
-            stack.callback(handle.remove)
+    def _is_reached(self, unit: ChannelUnit, calls: list[Probe]) -> bool:
+        """Whether absorption runs the layers of a unit, those of a backbone once."""
+        if not unit.name.startswith(backbone_prefix(self.model)):
+            return self.family is not None
+        streams = [self.writers[name] for name in unit.readers if name in self.writers]
+        # A module that a forward calls twice has more than one stream.
+        once = (*self._tokens(unit), *(writer.target for writer in streams))
+        shared = any(is_shared(self.model, writer.layer, calls) for writer in streams)
+        return bool(unit.reason) or bool(streams) and not shared and all(calls.count(at) == 1 for at in once)
 
-        def probe(at: Probe, moments: CrossMoments, is_stream: bool = False) -> None:
-            look = partial(see, moments=moments, is_stream=is_stream)
-            handle = register_probe(model.get_submodule(at.module), at.side, look)
-            stack.callback(handle.remove)
+    def run(self, model: nn.Module, image: Tensor, batch: int) -> None:
+        """Runs a copy of the teacher as far as its channels can go: heads at the regions that the teacher found."""
+        found = self.features(model)(image)
+        if self.family:
+            self.family.run_heads(model, found, self.images.regions[batch])
 
-        for step in (step for step in plan.steps if step.unit in units):
-            unit, found = units[step.unit], observed[step.unit]
-            if isinstance(step, WriterStep):
-                probe(step.source, found.channels[0])
-                probe(step.target, found.stream, is_stream=True)
-            elif isinstance(step, RankStep):
-                probe(step.source, found.queries)
-                probe(step.target, found.keys)
-            elif isinstance(step, MapStep):
-                for level, writer in enumerate(unit.writers):
-                    hook(writer, see_map, moments=found.channels[0], level=level)
-            elif isinstance(step, MapReaderStep) and step.can_fit(model):
-                moments = found.readers[step.name] = CrossMoments()
-                hook(step.name, see_reader, moments=moments, head=heads[step.name], level=0)
-            elif isinstance(step, HeadStep):
-                for level, (reader, *_) in enumerate(unit.readers_of_levels):
-                    hook(reader, see_reader, moments=found.channels[level], head=unit.owner, level=level)
-        for batch in batches:
-            calls.clear()
-            plan.forward(model)(plan.images.store.get(str(batch)), batch)
-    return observed
+    @torch.no_grad()
+    def observe(self, batches: Sequence[int], progress: bool = False) -> dict[str, Observed]:
+        """Runs the teacher on some batches, and returns what it computes around each unit, by name.
+
+        Raises:
+            ConversionError: If values are not finite.
+        """
+        observed = {name: Observed(unit, self.model, self.int8) for name, unit in self.units.items()}
+        if not observed:
+            return observed
+        # How often each sum was added to in a forward.
+        calls: Counter[CrossMoments] = Counter()
+
+        def see(value: object, moments: CrossMoments, is_stream: bool) -> None:
+            calls[moments] += 1
+            # A dropout has two calls in an FFN.
+            if calls[moments] > 1:
+                return
+            x = tensors_in(value)[0]
+            # A convolution in an FFN has kernel 1 and reads a map or tokens.
+            (tokens,) = sample_tokens(x.flatten(2).transpose(1, 2) if x.ndim == 4 else x)
+            # Only the variance of the stream is needed.
+            moments.add(*(tokens[:, :1], tokens) if is_stream else (tokens,))
+
+        def see_map(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, level: int) -> None:
+            weight = output_tokens(self.images.regions[batch].weights[level])
+            moments.add(output_tokens(output), weight=weight)
+
+        def see_reader(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, name: str, level: int):
+            weight = self.images.regions[batch].position_weights(name, level + calls[moments])
+            calls[moments] += 1
+            weight = None if weight is None else output_tokens(weight)
+            moments.add(input_tokens(layer, args[0], output), weight=weight)
+
+        with ExitStack() as stack:
+
+            def hook(layer: str, look: Callable, **options: object) -> None:
+                handle = self.model.get_submodule(layer).register_forward_hook(partial(look, **options))
+                stack.callback(handle.remove)
+
+            def probe(at: Probe, moments: CrossMoments, is_stream: bool = False) -> None:
+                look = partial(see, moments=moments, is_stream=is_stream)
+                stack.callback(register_probe(self.model.get_submodule(at.module), at.side, look).remove)
+
+            for name, unit in self.units.items():
+                found, writer = observed[name], self.writers.get(unit.readers[0])
+                if unit.maps:
+                    for level, layer in enumerate(unit.writers):
+                        hook(layer, see_map, moments=found.channels[0], level=level)
+                    for reader, moments in found.readers.items():
+                        hook(reader, see_reader, moments=moments, name=reader, level=0)
+                elif writer:
+                    probe(writer.source, found.channels[0])
+                    probe(writer.target, found.stream, is_stream=True)
+                    for at, moments in zip(self._tokens(unit), (found.queries, found.keys), strict=False):
+                        probe(at, moments)
+                else:
+                    for level, (reader, *_) in enumerate(unit.readers_of_levels):
+                        hook(reader, see_reader, moments=found.channels[level], name=reader, level=level)
+            for batch in Progress(batches, 'Layers of the teacher', disable=not progress):
+                calls.clear()
+                self.run(self.model, self.images.store.get(str(batch)), batch)
+        for name, found in observed.items():
+            if not all(part.is_finite() for part in (*found.channels, found.stream, found.queries, found.keys)):
+                raise ConversionError(f'{name}: its input or output is NaN or infinite; check weights and images')
+        return observed

@@ -1,18 +1,18 @@
-"""The teacher and the student of an absorption, block by block."""
+"""The teacher and the student of an absorption of norms, block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
+from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import Images
 from slab_det.absorption.moments import CrossMoments
+from slab_det.absorption.probes import Probe
 from slab_det.absorption.regression import Split
-from slab_det.absorption.walk import Probe, Walk
+from slab_det.absorption.walk import Walk
 from slab_det.common.memory import release_memory
-from slab_det.fusion.channels import ChannelUnit, find_channels
 from slab_det.fusion.fusion_report import NormFusion
 
 
@@ -24,7 +24,7 @@ class Pair:
         student: Walks through the student.
         images: The batches.
         fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
-        counts: Number of channels to leave in each unit that loses some, by its name.
+        maps: See :func:`slab_det.absorption.norms.absorb_norms`.
         int8: See :func:`slab_det.absorb`.
         report: Report of the steps so far; steps add to it.
 
@@ -38,12 +38,12 @@ class Pair:
         student: Walk,
         images: Images,
         fusions: Mapping[str, NormFusion],
-        counts: Mapping[str, int],
+        maps: Mapping[str, Tensor],
         int8: bool,
         report: AbsorptionReport,
     ) -> None:
         self.teacher, self.student, self.images, self.fusions = teacher, student, images, fusions
-        self.counts, self.int8, self.report = counts, int8, report
+        self.maps, self.int8, self.report = maps, int8, report
         self.model: nn.Module = student.model
         self._block = self._finishes = ''
         # The walks and batches that have finished what the step finishes.
@@ -82,32 +82,6 @@ class Pair:
         """The student's tensors."""
         return self.student.run(batch, self._block, probes, self._finish_student(batch))
 
-    def run_teachers_head(self, batch: int, probes: Sequence[Probe]) -> list[list[Tensor]]:
-        """The tensors of every call of each probe in a head of the teacher."""
-        return self._run_head(self.teacher, batch, probes, self._finish(self.teacher, batch))
-
-    def run_students_head(self, batch: int, probes: Sequence[Probe]) -> list[list[Tensor]]:
-        """The tensors of every call of each probe in a head of the student."""
-        return self._run_head(self.student, batch, probes, self._finish_student(batch))
-
-    def position_weights(self, batch: int, level: int) -> Tensor | None:
-        """The weights of a level of a head of positions; None for a head of regions."""
-        return self.images.regions[batch].position_weights(self._block, level)
-
-    def find_pruned(self, name: str) -> tuple[ChannelUnit, int] | None:
-        """The unit with this name and the number of channels to leave in it; None if it loses none.
-
-        Adds to the report why it cannot lose any.
-        """
-        unit = find_channels(self.model)[name]
-        kept = self.counts.get(name, unit.count)
-        if not unit.reason and kept < unit.count:
-            return unit, kept
-        # Queries and keys are a step of the same unit, before the step of the values.
-        if unit.reason and all(other.unit != name for other in self.report.channels):
-            self.report.channels.append(ChannelAbsorption(name, reason=unit.reason))
-        return None
-
     def differs(self) -> bool:
         """Whether the student already differs from the teacher, so that a writer has something to correct."""
         return bool(self.report.pruned or self.report.norms)
@@ -115,12 +89,6 @@ class Pair:
     def empty_moments(self) -> Split:
         """Sums without a token."""
         return Split(CrossMoments(self.int8), CrossMoments(self.int8))
-
-    def _run_head(self, walk: Walk, batch: int, probes: Sequence[Probe], finish: str) -> list[list[Tensor]]:
-        # A head of regions is called once, so its run ends at the probes.
-        if self.position_weights(batch, 0) is None:
-            return [[tensor] for tensor in walk.run(batch, self._block, probes, finish)]
-        return walk.run_calls(batch, self._block, probes, finish)
 
     def _finish_student(self, batch: int) -> str:
         # The student's output is not final before the fit, so its module is finished in a run for the fit only if no

@@ -1,115 +1,105 @@
-"""The plan of an absorption: which norms and layers are fitted, and in which order."""
+"""The plan of an absorption of norms: which norms and layers are fitted, and in which order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
+from functools import cached_property
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.images import Images
-from slab_det.absorption.steps import HeadStep, MapReaderStep, MapStep, NormStep, RankStep, Step, WriterStep
-from slab_det.absorption.walk import Probe, find_reads, register_probe
+from slab_det.absorption.probes import (
+    Forward,
+    Probe,
+    backbone_prefix,
+    find_features,
+    find_writers,
+    is_shared,
+    trace,
+)
+from slab_det.absorption.steps import NormStep, WriterStep
+from slab_det.absorption.walk import find_reads
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
 from slab_det.common.copying import copy_module
 from slab_det.common.errors import ConversionError
-from slab_det.families import find_absorbed
-from slab_det.fusion.channels import ChannelUnit, find_channels
 from slab_det.fusion.folding import apply_fold, check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.fusion_report import NormFusion
 from slab_det.norms import named_norms
-from slab_det.norms.folds import Write, find_hooks, find_rule
+from slab_det.norms.folds import find_hooks, find_rule
 
-# Runs a model on the image tensor of a batch and the index of the batch, up to the last block.
-Forward = Callable[[Tensor, int], object]
-LayerStep = NormStep | RankStep | WriterStep
+LayerStep = NormStep | WriterStep
 
 
 @dataclass(frozen=True)
-class AbsorptionPlan:
-    """The part of an absorption that is the same for every choice of channels: the steps and the images.
+class NormPlan:
+    """How norms are absorbed.
 
     Attributes:
-        model: The teacher.
+        teacher: The teacher.
         images: See :class:`Images`.
         int8: See :func:`slab_det.absorb`.
-        forward: Returns the forward of a teacher or student.
+        features: Returns the forward of a teacher or student.
         fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
         reasons: Why each LayerNorm stays, or '', by the name of the norm.
         blocks: The steps of each block in the order of the forward, by the name of the block.
-        reads: See :class:`slab_det.absorption.walk.Walk`.
     """
 
-    model: nn.Module
+    teacher: nn.Module
     images: Images
     int8: bool
-    forward: Callable[[nn.Module], Forward]
+    features: Callable[[nn.Module], Forward]
     fusions: dict[str, NormFusion]
     reasons: dict[str, str]
-    blocks: dict[str, list[Step]]
-    reads: dict[str, set[str]]
+    blocks: dict[str, list[LayerStep]]
 
     @property
-    def steps(self) -> list[Step]:
-        """The steps of all blocks."""
-        return [step for steps in self.blocks.values() for step in steps]
+    def absorbed(self) -> list[str]:
+        """The names of the norms that go."""
+        return [step.name for steps in self.blocks.values() for step in steps if isinstance(step, NormStep)]
+
+    @cached_property
+    def reads(self) -> dict[str, set[str]]:
+        """What each block reads; see :class:`slab_det.absorption.walk.Walk`."""
+        forward, image = self.features(self.teacher), self.images.store.get('0')
+        reads = find_reads(self.teacher, forward, self.blocks, image)
+        for block, steps in self.blocks.items():
+            reads[block] |= {step.finishes for step in steps} - {block, ''}
+        return reads
 
     def copy_teacher(self) -> nn.Module:
         """A copy of the teacher with slab_det's own norms fused."""
-        model = copy_module(self.model)
+        model = copy_module(self.teacher)
         for fusion in self.fusions.values():
             if fusion.outcome != 'absorbed':
                 apply_fold(model, fusion)
         return model
 
 
-def make_plan(
-    model: nn.Module, images: Images, channels: bool, norms: str | Collection[str], int8: bool = False
-) -> AbsorptionPlan:
-    """Runs the model to find the order of the steps and what each block reads.
-
-    See :func:`slab_det.absorb` for the other arguments and for the errors.
+def plan_norms(model: nn.Module, images: Images, norms: str | Collection[str], int8: bool = False) -> NormPlan:
+    """Runs the model to find which norms can be absorbed, and in which order; :func:`slab_det.absorb` has the errors.
 
     Args:
         model: The teacher, in eval mode.
         images: Its images.
-        channels: Whether hidden channels may be removed.
+        norms: See :func:`slab_det.absorb`.
+        int8: See :func:`slab_det.absorb`.
     """
     _check_absorbable(model)
-    units = find_channels(model) if channels else {}
-    family = find_absorbed(model) if images.regions else None
-    layers = [NormStep(name=name) for name, _ in named_norms(model, nn.LayerNorm)]
-    layers += [_rank_step(unit) for unit in units.values() if unit.tokens]
-    layers += _find_writers(model, units)
-    # A video detector has no extract_feat, so there is no known way to run its neck.
-    has_neck = hasattr(model, 'extract_feat') and not all(
-        layer.name.startswith(_prefix(model)) for layer in layers if isinstance(layer, WriterStep)
-    )
-
-    def forward(net: nn.Module) -> Forward:
-        run = net.extract_feat if has_neck or family else net.backbone if _prefix(net) else net
-        return lambda image, batch: family.run_heads(net, run(image), images.regions[batch]) if family else run(image)
-
-    run, image = forward(model), images.store.get('0')
-    calls = _trace(model, run, image, layers)
-    fusions, reasons = _plan_norms(model, calls, norms)
-    steps = [layer for layer in layers if not (isinstance(layer, NormStep) and reasons[layer.name])]
-    blocks = _plan_blocks(model, calls, steps, units if family else {})
-    if not any(isinstance(step, NormStep) or step.unit for steps in blocks.values() for step in steps):
-        why = '; '.join(dict.fromkeys(reasons.values())) or 'it has none'
-        raise ConversionError(
-            f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, fewer names of '
-            'norms that stay, or channels=0.5 to remove hidden channels'
-        )
-    reads = _plan_reads(model, run, blocks, image)
-    return AbsorptionPlan(model, images, int8, forward, fusions, reasons, blocks, reads)
+    writers = find_writers(model)
+    steps: list[LayerStep] = [NormStep(name=name) for name, _ in named_norms(model, nn.LayerNorm)]
+    steps += [WriterStep(name=writer.layer, source=writer.source, target=writer.target) for writer in writers]
+    features = find_features(model, writers)
+    probes = [probe for step in steps for probe in (step.source, step.target, Probe(step.name, 'output'))]
+    probes += [Probe(_find_branch(model, step.name), 'output') for step in steps]
+    calls = trace(model, features(model), images.store.get('0'), probes)
+    fusions, reasons = _find_folds(model, calls, norms)
+    left = [step for step in steps if not (isinstance(step, NormStep) and reasons[step.name])]
+    return NormPlan(model, images, int8, features, fusions, reasons, _plan_blocks(model, calls, left))
 
 
-def _plan_norms(
+def _find_folds(
     model: nn.Module, calls: list[Probe], norms: str | Collection[str]
 ) -> tuple[dict[str, NormFusion], dict[str, str]]:
     """The folds of all norms, and why each LayerNorm stays, or ''; both by the name of the norm."""
@@ -130,16 +120,13 @@ def _plan_norms(
     return fusions, reasons
 
 
-def _plan_blocks(
-    model: nn.Module, calls: list[Probe], steps: Sequence[LayerStep], units: Mapping[str, ChannelUnit]
-) -> dict[str, list[Step]]:
-    """The steps of each block in the order of the forward: of norms, and of queries and keys, by their input, and of
-    writers by the stream behind them; then the steps of neck and heads for ``units``."""
-    steps = [step for step in steps if not (isinstance(step, WriterStep) and _is_shared(model, step.name, calls))]
+def _plan_blocks(model: nn.Module, calls: list[Probe], steps: Sequence[LayerStep]) -> dict[str, list[LayerStep]]:
+    """The steps of each block in the order of the forward: of norms by their input, of writers by the stream behind."""
+    steps = [step for step in steps if not (isinstance(step, WriterStep) and is_shared(model, step.name, calls))]
     # Writers first: a norm that reads the stream is fitted after the layer that writes it.
     reached = [(step.target, step) for step in steps if isinstance(step, WriterStep)]
     reached += [(step.source, step) for step in steps if not isinstance(step, WriterStep)]
-    blocks: dict[str, list[Step]] = {}
+    blocks: dict[str, list[LayerStep]] = {}
     # A module that a forward calls twice has more than one stream.
     for probe in (probe for probe in calls if calls.count(probe) == 1):
         for step in (step for at, step in reached if at == probe):
@@ -149,37 +136,12 @@ def _plan_blocks(
             if isinstance(step, WriterStep) and _has_returned(model, step, found[index + 1 :], calls):
                 found[index] = replace(step, finishes=_find_branch(model, step.name))
         found[-1] = replace(found[-1], finishes=block)
-    heads = _find_head_steps(model, units)
-    for unit in (unit for unit in units.values() if unit.maps and heads):
-        # Each convolution of the neck is a block. The last one has the step of all maps.
-        if writers := [writer for writer in blocks if writer in unit.writers]:
-            blocks[writers[-1]].append(MapStep(name=unit.name, unit=unit.name))
-    return blocks | heads
-
-
-def _plan_reads(
-    model: nn.Module, run: Forward, blocks: Mapping[str, Sequence[Step]], image: Tensor
-) -> dict[str, set[str]]:
-    """What each block reads; see :class:`slab_det.absorption.walk.Walk`."""
-    reads = find_reads(model, run, blocks, image)
-    for block, steps in blocks.items():
-        reads[block] |= {step.finishes for step in steps} - {block, ''}
-    heads = [block for block, steps in blocks.items() if isinstance(steps[-1], HeadStep)]
-    for step in (step for steps in blocks.values() for step in steps if isinstance(step, MapStep)):
-        # Before the heads, in order: the maps that they read, and nothing from which convolutions compute maps.
-        maps = set().union(*(reads[head] for head in heads))
-        reads = {name: reads[name] for name in reads if name not in heads} | {step.name: maps} | reads
-    return reads
-
-
-def _prefix(model: nn.Module) -> str:
-    """The prefix of the backbone's module names: 'backbone.' in a detector, '' in a backbone."""
-    return 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
+    return blocks
 
 
 def _why_not_absorbable(model: nn.Module, name: str, norm: nn.LayerNorm, calls: list[Probe]) -> str:
     """Why a LayerNorm cannot be absorbed, regardless of the layers that read it; '' if it can."""
-    if not name.startswith(_prefix(model)):
+    if not name.startswith(backbone_prefix(model)):
         # Absorption does not run the heads.
         return 'it is not in the backbone'
     count = calls.count(Probe(name, 'input'))
@@ -195,53 +157,12 @@ def _check_absorbable(model: nn.Module) -> None:
             raise ConversionError(f'{name}: {reason}; the inputs of its layers cannot be captured')
 
 
-def _rank_step(unit: ChannelUnit) -> RankStep:
-    queries, keys = starmap(Probe, unit.tokens)
-    return RankStep(name=unit.name, unit=unit.name, source=queries, target=keys)
-
-
-def _find_writers(model: nn.Module, units: Mapping[str, ChannelUnit]) -> list[WriterStep]:
-    """The steps of the layers that write the residual stream, and of the convolutions of the neck."""
-    # A unit between layers that keep all channels may lose these when norms are absorbed, so it counts too.
-    owners = {layer: unit.name for unit in units.values() if not unit.maps for layer in unit.readers or (unit.owner,)}
-    writers: dict[str, WriterStep] = {}
-    for prefix, module in model.named_modules():
-        rule = find_rule(module, 'writes')
-        # The rule of a block counts, not the rule of the FFN in it.
-        if not rule or any(layer.startswith(f'{prefix}.') for layer in writers):
-            continue
-        for write in rule():
-            layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
-            # A layer that is its own stream, such as a convolution of an FPN, is fitted to its output.
-            target = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
-            source = Probe(source, 'output') if source else Probe(layer, 'input')
-            found = [owners[name] for name in (*containers_of(layer), layer) if name in owners]
-            writers[layer] = WriterStep(name=layer, unit=found[-1] if found else '', source=source, target=target)
-    return [*writers.values()]
-
-
-def _find_head_steps(model: nn.Module, units: Mapping[str, ChannelUnit]) -> dict[str, list[Step]]:
-    """The steps of the readers of hidden channels in the heads, by the name of the head, which is a block."""
-    blocks: dict[str, list[Step]] = {}
-    for unit in units.values():
-        if not unit.name.startswith(_prefix(model)) and unit.readers and not unit.maps:
-            blocks.setdefault(unit.owner, []).append(HeadStep(name=unit.name, unit=unit.name))
-    # The layers that read the maps of the neck come first.
-    for unit in (unit for unit in units.values() if unit.maps):
-        for block, steps in blocks.items():
-            readers = [reader for reader in unit.readers if reader.startswith(f'{block}.')]
-            steps[:0] = [MapReaderStep(name=reader, unit=unit.name) for reader in readers]
-    for block, steps in blocks.items():
-        steps[-1] = replace(steps[-1], finishes=block)
-    return blocks
-
-
 def _find_block(model: nn.Module, name: str) -> str:
     """The block of a norm or layer: the outermost module around it that has rules for its norms or its writers.
 
     Each convolution of a neck is a block of its own, because none reads the output of another.
     """
-    for container in ['', *containers_of(name)] if name.startswith(_prefix(model)) else []:
+    for container in ['', *containers_of(name)] if name.startswith(backbone_prefix(model)) else []:
         module = model.get_submodule(container)
         if not find_rule(module, 'output_folds') and (find_rule(module, 'folds') or find_rule(module, 'writes')):
             return container
@@ -252,28 +173,6 @@ def _find_branch(model: nn.Module, name: str) -> str:
     """The child of the block that contains a norm or layer, such as an attention; the block itself if there is none."""
     block = _find_block(model, name)
     return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
-
-
-def _trace(model: nn.Module, run: Forward, image: Tensor, steps: Iterable[LayerStep]) -> list[Probe]:
-    """Runs the model once and returns the probes of the steps in the order in which the forward reaches them."""
-    calls: list[Probe] = []
-    probes = {}
-    for step in steps:
-        branch = Probe(_find_branch(model, step.name), 'output')
-        probes |= dict.fromkeys([step.source, step.target, Probe(step.name, 'output'), branch])
-    with ExitStack() as stack, torch.no_grad():
-        for probe in probes:
-            module = model.get_submodule(probe.module)
-            stack.callback(register_probe(module, probe.side, lambda value, at=probe: calls.append(at)).remove)
-        run(image, 0)
-    return calls
-
-
-def _is_shared(model: nn.Module, layer: str, calls: list[Probe]) -> bool:
-    """Whether a layer is called twice or shares weights, so that its fits would undo each other."""
-    parameters = [p for module in model.modules() for p in module._parameters.values()]
-    own = {*map(id, model.get_submodule(layer).parameters())}
-    return calls.count(Probe(layer, 'output')) > 1 or sum(id(p) in own for p in parameters) > len(own)
 
 
 def _has_returned(model: nn.Module, writer: WriterStep, later: Iterable[LayerStep], calls: list[Probe]) -> bool:

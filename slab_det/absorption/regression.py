@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -106,9 +106,9 @@ class Split:
         """Adds the tokens of a batch; see :meth:`CrossMoments.add`."""
         (self.held_out if is_held_out(batch) else self.fitted).add(x, y, weight)
 
-    def map(self, change: Callable[[CrossMoments], CrossMoments]) -> Split:
-        """Returns the changed sums."""
-        return Split(change(self.fitted), change(self.held_out))
+    def about_zero(self) -> Split:
+        """See :meth:`CrossMoments.about_zero`."""
+        return Split(self.fitted.about_zero(), self.held_out.about_zero())
 
     @property
     def measured(self) -> CrossMoments:
@@ -121,6 +121,5 @@ class Split:
 
     def check_finite(self, name: str) -> None:
         """Raises ConversionError, with the name of the fitted norm or layer, unless all sums are finite."""
-        for part in (self.fitted, self.held_out):
-            if part.count and not (part.xx.isfinite().all() and part.yy.isfinite().all()):
-                raise ConversionError(f'{name}: its input or output is NaN or infinite; check weights and images')
+        if not (self.fitted.is_finite() and self.held_out.is_finite()):
+            raise ConversionError(f'{name}: its input or output is NaN or infinite; check weights and images')

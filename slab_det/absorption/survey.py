@@ -18,19 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
 from slab_det.absorption.block_cache import teacher_digest
-from slab_det.absorption.draft import make_draft, with_outputs
 from slab_det.absorption.elimination import join_channels, lost_logits, rank_channels
-from slab_det.absorption.images import HELD_OUT, WHOLE, is_held_out
+from slab_det.absorption.images import HELD_OUT, WHOLE, Images, is_held_out
 from slab_det.absorption.judge import Judge
 from slab_det.absorption.maps import rank_maps, sensitivity
-from slab_det.absorption.observed import Observed, observe
-from slab_det.absorption.plan import AbsorptionPlan
+from slab_det.absorption.observed import Observed, Observer
+from slab_det.absorption.pruning import prune_channels, with_outputs
+from slab_det.common.copying import copy_module
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.files import whole_file
 from slab_det.common.progress import Progress
 from slab_det.compare.ruler import FEW_DETECTIONS, RetainedAP
-from slab_det.fusion.channels import ChannelUnit, find_channels, output_parameters
+from slab_det.fusion.channels import ChannelUnit, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 
 # Most batches that are observed.
@@ -96,29 +97,35 @@ class Fold(NamedTuple):
 class Survey:
     """The units of a detector, the losses they would bring, and the multiply-adds of the layers.
 
+    Args:
+        teacher: In eval mode, without norms of slab_det.
+        images: Its images.
+        int8: See :func:`slab_det.absorb`.
+        progress: Show a progress bar.
+
     Attributes:
         folds: Two halves of the batches that are fitted. A draft is fitted on one and judged on the other.
         estimates: Of each unit, by its name.
         families: The names of the units of each family, by its name; see :func:`find_family`.
         prices: Of each family, by its name.
         total: Multiply-adds of the first batch, whole, in the backbone, the neck and the heads that absorption runs.
-        unknown: Names of the units that too few tokens of the images reach, so that all of their channels stay.
+        alone: Why all channels of the other units stay, by the name of the unit.
         layers: For each layer that reads or writes hidden channels: its multiply-adds, and the names of the units that
             it reads and writes.
     """
 
-    def __init__(self, plan: AbsorptionPlan) -> None:
-        self.plan, model = plan, plan.copy_teacher()
+    def __init__(self, teacher: nn.Module, images: Images, int8: bool = False, progress: bool = False) -> None:
+        self.teacher, self.images, self.int8, self.progress = teacher, images, int8, progress
+        self.observer = Observer(teacher, images, int8)
         with LayerCosts() as costs:
-            self.total = self.count(model)
-        reached = {step.unit for step in plan.steps}
-        units = {name: unit for name, unit in find_channels(model).items() if name in reached and not unit.reason}
-        batches = [batch for batch in range(plan.images.count) if not is_held_out(batch)][:OBSERVED]
+            self.total = self.count(teacher)
+        batches = [batch for batch in range(images.count) if not is_held_out(batch)][:OBSERVED]
         halves = batches[::2], batches[1::2] or batches
-        self.folds = [Fold(half, observe(plan, model, units, half)) for half in halves]
-        found = {name: self._estimate_unit(model, unit) for name, unit in units.items()}
+        self.folds = [Fold(half, self.observer.observe(half, progress)) for half in halves]
+        found = {name: self._estimate_unit(unit) for name, unit in self.observer.units.items()}
         self.estimates = {name: estimates for name, estimates in found.items() if estimates}
-        self.unknown = [name for name in units if name not in self.estimates]
+        unknown = 'too few tokens or regions of the images reach it; give more images'
+        self.alone = self.observer.reasons | {name: unknown for name in found if name not in self.estimates}
         self.families: dict[str, list[str]] = defaultdict(list)
         for name, estimates in self.estimates.items():
             self.families[find_family(estimates.unit)].append(name)
@@ -127,30 +134,32 @@ class Survey:
         for name, estimates in self.estimates.items():
             unit = estimates.unit
             for layer in (*unit.writers, *unit.between, *unit.readers):
-                cost, names = self.layers.setdefault(layer, (costs.of(model.get_submodule(layer)), []))
+                cost, names = self.layers.setdefault(layer, (costs.of(teacher.get_submodule(layer)), []))
                 names.append(name)
 
-    def _estimate_unit(self, model: nn.Module, unit: ChannelUnit) -> Estimates | None:
+    def _estimate_unit(self, unit: ChannelUnit) -> Estimates | None:
         first, second = (fold.observed[unit.name] for fold in self.folds)
         # A draft is fitted on the tokens of one half.
         if not all(part.count for part in (*first.channels, *second.channels)):
             return None
-        return estimate_losses(model, unit, first.merge(second))
+        return estimate_losses(self.teacher, unit, first.merge(second))
 
-    def measure_prices(self, judge: Judge, work_dir: Path, progress: bool) -> None:
+    def measure_prices(self, judge: Judge, work_dir: Path) -> None:
         """Measures the price of each family on drafts that lose channels of this family alone.
 
         Within a family the estimates order the channels well, but the same estimated loss costs far more AP in a box
         head than in an RPN. Prices are kept in a file of ``work_dir``. Where there are too few detections to tell, the
         estimates stay the prices.
         """
-        file = work_dir / f'prices_{teacher_digest(self.plan).hexdigest()[:16]}.json'
+        digest = teacher_digest(self.teacher, self.images)
+        digest.update(repr(self.int8).encode())
+        file = work_dir / f'prices_{digest.hexdigest()[:16]}.json'
         if not file.exists():
             found = {}
             try:
                 if judge.images.count < HELD_OUT or judge.count_detections(judge.batches) < FEW_DETECTIONS:
                     return
-                for family, names in Progress(self.families.items(), 'Prices of channels', disable=not progress):
+                for family, names in Progress(self.families.items(), 'Prices of channels', disable=not self.progress):
                     found[family] = self._measure_price(judge, names)
             except ComparisonError:
                 # There are no detections, or none in the mirrored images, or only in a few images.
@@ -177,14 +186,37 @@ class Survey:
         found = (self.estimates[name] for name in counts)
         return sum(each.losses[each.counts.index(counts[each.unit.name])] for each in found)
 
-    def draft(self, counts: Mapping[str, int], fold: Fold) -> nn.Module:
-        """A student with these numbers of channels and all norms, fitted on a fold; see :func:`make_draft`."""
-        orders = {name: self.estimates[name].order for name in counts}
-        return make_draft(self.plan.copy_teacher(), counts, fold.observed, orders)
+    def make_draft(self, counts: Mapping[str, int], fold: Fold) -> nn.Module:
+        """A student with these numbers of channels, fitted on a fold."""
+        draft = copy_module(self.teacher)
+        prune_channels(draft, counts, fold.observed.__getitem__, self._orders)
+        return draft
+
+    def prune(self, student: nn.Module, counts: Mapping[str, int], report: AbsorptionReport) -> dict[str, Tensor]:
+        """Leaves these numbers of channels in a copy of the teacher, fitted on both folds, and adds to the report.
+
+        Returns:
+            The indices of the channels of the maps that stay, by the name of each layer that writes a map.
+        """
+        first, second = (fold.observed for fold in self.folds)
+        pruned = prune_channels(student, counts, lambda name: first[name].merge(second[name]), self._orders)
+        maps = {}
+        for name, estimates in self.estimates.items():
+            if name in pruned:
+                stay, error = pruned[name]
+                report.channels.append(ChannelAbsorption(name, estimates.unit.count, counts[name], left=error))
+                maps.update(dict.fromkeys(estimates.unit.writers if estimates.unit.maps else (), stay))
+        report.channels += [ChannelAbsorption(name, reason=reason) for name, reason in self.alone.items()]
+        report.multiply_adds = self.total, self.count(student)
+        return maps
+
+    @property
+    def _orders(self) -> dict[str, Tensor]:
+        return {name: found.order for name, found in self.estimates.items()}
 
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
         """Judges drafts with these numbers of channels, each on batches that it is not fitted on."""
-        first, second = (self.draft(counts, fold) for fold in self.folds)
+        first, second = (self.make_draft(counts, fold) for fold in self.folds)
         return judge.measure({batch: second if batch in self.folds[0].batches else first for batch in judge.batches})
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
@@ -242,8 +274,8 @@ class Survey:
 
     def count(self, student: nn.Module) -> int:
         """The multiply-adds of a student, counted as :attr:`total` is."""
-        image, run = self.plan.images.store.get(str(WHOLE)), self.plan.forward(student)
-        return count_multiply_adds(lambda: run(image, WHOLE))
+        image = self.images.store.get(str(WHOLE))
+        return count_multiply_adds(lambda: self.observer.run(student, image, WHOLE))
 
     def least_share(self) -> float:
         """The share of the multiply-adds that is left with the fewest channels everywhere."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from slab_det.absorption.probes import Forward, Probe, register_probe
 from slab_det.common.errors import ConversionError
 from slab_det.common.memory import available_memory
 from slab_det.common.tensors import map_tensors, tensors_in
@@ -70,13 +70,6 @@ class TensorStore:
             value.unlink()
 
 
-class Probe(NamedTuple):
-    """A point in a model: the first 'input' or first 'output' of a module, at its first call in a forward."""
-
-    module: str
-    side: str
-
-
 class _Stop(BaseException):  # noqa: N818 (ends a forward early; nothing may take it for an error)
     pass
 
@@ -86,8 +79,7 @@ class Walk:
 
     Args:
         model: In eval mode.
-        forward: Runs the model on an image tensor, as far as the last block at least; its second argument is the index
-            of the batch.
+        forward: Runs the model as far as the last block at least.
         reads: For each block, in the order of the calls, the names of the finished modules, and ``IMAGE``, whose
             outputs it needs; see :func:`find_reads`.
         store: Holds the image tensor of each batch, (B, 3, H, W), by its index, and takes the outputs of modules.
@@ -97,7 +89,7 @@ class Walk:
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[[Tensor, int], object],
+        forward: Forward,
         reads: Mapping[str, set[str]],
         store: TensorStore,
         name: str = '',
@@ -115,23 +107,8 @@ class Walk:
             probes: Points in the block.
             finish: The block, or a module in it, to finish with the output of this run; '' for none.
         """
-        found = self._run(batch, block, probes, finish)
-        return [tensors_in(found[probe][0])[0] for probe in probes]
-
-    def run_calls(self, batch: int, block: str, probes: Sequence[Probe], finish: str = '') -> list[list[Tensor]]:
-        """Runs the model to the end of a block, and returns the tensors of every call of each probe.
-
-        :meth:`run` describes the arguments.
-        """
-        found = self._run(batch, block, probes, finish, Probe(block, 'output'))
-        return [[tensors_in(value)[0] for value in found[probe]] for probe in probes]
-
-    def _run(
-        self, batch: int, block: str, probes: Sequence[Probe], finish: str, last: Probe | None = None
-    ) -> dict[Probe, list[object]]:
-        """The values of the probes at their calls, until ``last`` is reached; by default until all are reached."""
-        found: dict[Probe, list[object]] = defaultdict(list)
-        wanted = {*probes, *([Probe(finish, 'output')] if finish else []), *([last] if last else [])}
+        found: dict[Probe, object] = {}
+        wanted = {*probes, *([Probe(finish, 'output')] if finish else [])}
         finished = self.finished[batch]
         image = finished.pop(IMAGE, None)
         given = {
@@ -143,9 +120,8 @@ class Walk:
         finished[IMAGE] = _filled_like(image)
 
         def see(value: object, probe: Probe) -> None:
-            # An activation may be written into the output that it reads.
-            found[probe].append(map_tensors(Tensor.clone, value) if last and probe.side == 'output' else value)
-            if probe == last if last else len(found) == len(wanted):
+            found.setdefault(probe, value)
+            if len(found) == len(wanted):
                 raise _Stop
 
         with ExitStack() as stack, torch.no_grad():
@@ -155,21 +131,12 @@ class Walk:
                 module = self.model.get_submodule(probe.module)
                 stack.callback(register_probe(module, probe.side, partial(see, probe=probe)).remove)
             with suppress(_Stop):
-                self.forward(image, batch)
+                self.forward(image)
         if missed := ', '.join(probe.module for probe in wanted if probe not in found):
             raise ConversionError(f'{missed}: the forward does not call it, though the rules of the model name it')
         if finish:
-            self._finish(finish, batch, found[Probe(finish, 'output')][0], block)
-        return found
-
-    def select_channels(self, names: Collection[str], channels: Tensor) -> None:
-        """Keeps only some channels of the maps (B, C, H, W) that finished modules have returned."""
-        for batch, finished in self.finished.items():
-            for name in finished.keys() & {*names}:
-                finished[name] = _filled_like(finished[name][:, : len(channels)])
-                key = self._key(name, batch)
-                if key in self.store.values:
-                    self.store.put(key, self.store.get(key)[:, channels])
+            self._finish(finish, batch, found[Probe(finish, 'output')], block)
+        return [tensors_in(found[probe])[0] for probe in probes]
 
     def _finish(self, name: str, batch: int, output: object, block: str) -> None:
         blocks = [*self.reads]
@@ -184,11 +151,8 @@ class Walk:
         return f'{self.name}{name}_{batch}'
 
 
-def find_reads(
-    model: nn.Module, forward: Callable[[Tensor, int], object], blocks: Iterable[str], image: Tensor
-) -> dict[str, set[str]]:
-    """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from; ``image`` is of
-    batch 0.
+def find_reads(model: nn.Module, forward: Forward, blocks: Iterable[str], image: Tensor) -> dict[str, set[str]]:
+    """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from.
 
     Every block output is replaced by a leaf of autograd's graph. The input of a later block then has a gradient with
     respect to a leaf only if it is computed from this output directly, and not from the output of a block in between.
@@ -221,15 +185,8 @@ def find_reads(
             module = model.get_submodule(name)
             stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
             stack.callback(register_probe(module, 'output', partial(leave, name=name)).remove)
-        forward(leaves[0][1].clone(), 0)
+        forward(leaves[0][1].clone())
     return reads
-
-
-def register_probe(module: nn.Module, side: str, look: Callable[[object], object]) -> torch.utils.hooks.RemovableHandle:
-    """Registers a hook that passes the arguments or the output of every call of a module to ``look``."""
-    if side == 'input':
-        return module.register_forward_pre_hook(lambda module, args: look(args))
-    return module.register_forward_hook(lambda module, args, output: look(output))
 
 
 @contextmanager

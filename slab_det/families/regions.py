@@ -29,9 +29,9 @@ class Regions(NamedTuple):
     proposals: Sequence[Tensor] = ()
     detections: Tensor | None = None
 
-    def position_weights(self, head: str, level: int) -> Tensor | None:
-        """The weights for a head with this name; None for a head that reads regions, which weigh the same."""
-        return self.weights[level] if head in ('rpn_head', 'bbox_head') else None
+    def position_weights(self, layer: str, level: int) -> Tensor | None:
+        """The weights for a layer with this name; None in a head that reads regions, which weigh the same."""
+        return self.weights[level] if layer.partition('.')[0] in ('rpn_head', 'bbox_head') else None
 
 
 def weigh_positions(logits: Sequence[Tensor]) -> list[Tensor]:

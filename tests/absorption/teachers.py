@@ -5,8 +5,9 @@ import copy
 from conftest import PVT_V2, as_trained, build_detector_cfg
 from mmdet.registry import MODELS
 
+from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import read_images
-from slab_det.absorption.plan import make_plan
+from slab_det.absorption.survey import Survey
 
 # Options with which absorb removes all norms, and no channels.
 NORMS_GONE = dict(channels=1, norms='remove', progress=False)
@@ -54,6 +55,14 @@ def build_teacher(backbone='SLABSwin', detector='mask_rcnn', narrow=True, **opti
     return model
 
 
-def plan_channels(model, images, folder, norms='keep'):
-    """The plan of an absorption that removes hidden channels."""
-    return make_plan(model, read_images(model, images, folder, heads=True), True, norms)
+def survey(model, images, folder):
+    """The survey of an adopted teacher."""
+    return Survey(model.eval(), read_images(model, images, folder, heads=True))
+
+
+def prune(survey, counts):
+    """The student with these numbers of channels, with its report."""
+    student = copy.deepcopy(survey.teacher)
+    student.absorption_report = AbsorptionReport()
+    survey.prune(student, counts, student.absorption_report)
+    return student

@@ -297,15 +297,12 @@ def test_a_walk_drops_outputs_that_no_later_block_reads(tmp_path, left):
 
     model, image, cpu = Skipping(*(nn.Linear(3, 3) for _ in range(3))), torch.ones(1, 3), torch.device('cpu')
 
-    def forward(x, batch):
-        return model(x)
-
-    reads = walk.find_reads(model, forward, '012', image)
+    reads = walk.find_reads(model, model, '012', image)
     assert reads == {'0': {walk.IMAGE}, '1': {'0'}, '2': {'0', '1'}}
     store = walk.TensorStore(tmp_path, cpu)
     store.left = {cpu: left}
     store.put('0', image)
-    stored, one = [], walk.Walk(model, forward, reads, store)
+    stored, one = [], walk.Walk(model, model, reads, store)
     for name in '012':
         (output,) = one.run(0, name, [walk.Probe(name, 'output')], finish=name)
         stored.append([*store.values])

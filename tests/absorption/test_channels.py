@@ -10,13 +10,13 @@ from conftest import differing, layer_norms, pictures, raw_outputs, relative_dif
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
-from teachers import SWIN, as_trained, build_teacher, plan_channels
+from teachers import SWIN, as_trained, build_teacher, prune, survey
 
 import slab_det
 from slab_det.absorption.absorption import absorb, find_least_share
 from slab_det.absorption.block_cache import BlockCache
+from slab_det.absorption.images import read_images
 from slab_det.absorption.judge import Judge
-from slab_det.absorption.student import make_student
 from slab_det.absorption.survey import Price, Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
@@ -103,16 +103,15 @@ def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     norms = 'keep' if 'roi_head' not in teacher.cfg or teacher.with_mask else 'remove'
     adopted = copy.deepcopy(teacher)
     adopt(adopted)
-    plan = plan_channels(adopted, IMAGES, tmp_path, norms)
-    survey = Survey(plan)
-    survey.measure_prices(Judge(adopted, plan.images), tmp_path, progress=False)
-    share = 0.6 * survey.least_share() + 0.4
-    counts = survey.choose(share)
+    surveyed = survey(adopted, IMAGES, tmp_path)
+    surveyed.measure_prices(Judge(adopted, surveyed.images), tmp_path)
+    share = 0.6 * surveyed.least_share() + 0.4
+    counts = surveyed.choose(share)
     student = absorb(teacher, IMAGES, share, norms, progress=False)
     report = student.absorption_report
     assert counts == report.counts == student.fusion_report.channels
     before, after = report.multiply_adds
-    assert after == survey.multiply_adds(counts) and share - 0.1 < after / before <= share
+    assert after == surveyed.multiply_adds(counts) and share - 0.1 < after / before <= share
     assert layer_norms(student) == (layer_norms(teacher) if norms == 'keep' else [])
     assert f'{after / before:.0%}' in str(report)
     if teacher.cfg.type == 'RetinaNet':
@@ -150,7 +149,7 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
     assert len(units) == (11 if build is build_teacher else 9), units
     counts = {unit.name: unit.count // 2 for unit in units}
     images = [image.double() for image in pictures(10)]
-    student = make_student(plan_channels(model, images, tmp_path), counts, tmp_path, progress=False)
+    student = prune(survey(model, images, tmp_path), counts)
     control = copy.deepcopy(model)
     assert student.absorption_report.counts == counts
     resize_channels(control, counts)
@@ -187,8 +186,8 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
     for conv in map(model.get_submodule, unit.writers):
         conv.weight[half:] = torch.einsum('ij,jckl->ickl', matrix, conv.weight[:half])
         conv.bias[half:] = matrix @ conv.bias[:half]
-    plan = plan_channels(model, [x.double() for x in pictures(10)], tmp_path)
-    student, control = make_student(plan, {'neck': half}, tmp_path, progress=False), copy.deepcopy(model)
+    surveyed = survey(model, [x.double() for x in pictures(10)], tmp_path)
+    student, control = prune(surveyed, {'neck': half}), copy.deepcopy(model)
     resize_channels(control, {'neck': half})
     (found,) = student.absorption_report.pruned
     assert found.unit == 'neck' and found.kept == half and found.left < 1e-4
@@ -198,7 +197,7 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
         """The outputs of the heads on an image, at the regions of the teacher."""
         found = []
         hooks = [net.get_submodule(name).register_forward_hook(lambda *args: found.append(args[2])) for name in owners]
-        plan.forward(net)(plan.images.store.get('4'), 4)
+        surveyed.observer.run(net, surveyed.images.store.get('4'), 4)
         for hook in hooks:
             hook.remove()
         return tensors_in(found)
@@ -213,13 +212,9 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
 
 def test_layers_that_read_the_maps_of_a_neck_are_fitted_after_the_maps_lost_channels(tmp_path, monkeypatch):
     model, images = build_single_stage().double(), [image.double() for image in pictures(10)]
-    plan = plan_channels(model, images, tmp_path)
-    student = make_student(plan, {'neck': 8}, tmp_path / 'fitted', progress=False)
-    readers = {'bbox_head.cls_convs.0.conv', 'bbox_head.reg_convs.0.conv'}
-    assert readers <= student.absorption_report.refits.keys()
-    monkeypatch.setattr('slab_det.absorption.steps.MAX_COLUMNS', 0)
-    control = make_student(plan, {'neck': 8}, tmp_path / 'control', progress=False)
-    assert not readers & control.absorption_report.refits.keys()
+    student = prune(survey(model, images, tmp_path), {'neck': 8})
+    monkeypatch.setattr('slab_det.absorption.observed.MAX_COLUMNS', 0)
+    control = prune(survey(model, images, tmp_path), {'neck': 8})
     image = images[4]
     expected, fitted, combined = (
         torch.cat([x.flatten() for x in head_outputs(net, image)]) for net in (model, student, control)
@@ -284,11 +279,11 @@ def test_auto_takes_the_least_share_with_a_draft_that_retains_the_ap(monkeypatch
         tried.append(share)
         return RetainedAP(0.995 if share > 0.7 else 0.9, 0.01)
 
-    survey = SimpleNamespace(least_share=lambda: 0.4, choose=lambda share: share, judge_draft=judge_draft)
-    assert find_least_share(survey, None, progress=False) == 23 / 32
+    pretended = SimpleNamespace(least_share=lambda: 0.4, choose=lambda share: share, judge_draft=judge_draft)
+    assert find_least_share(pretended, None, progress=False) == 23 / 32
     assert len(tried) == 4 and min(tried) > 0.4
     # The real thing, where no student agrees.
-    monkeypatch.setattr('slab_det.absorption.absorption.LEAST_RETAINED_AP', 1.1)
+    monkeypatch.setattr('slab_det.absorption.absorption.LEAST_RETAINED_AP', 10)
     monkeypatch.setattr(Survey, 'least_share', lambda self: 0.95)
     with torch.no_grad():
         # The teacher finds objects.
@@ -302,7 +297,7 @@ def test_the_search_for_a_share_keeps_norms_that_go_in_the_end(monkeypatch):
     model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
 
     def search(survey, judge, progress):
-        tried.append(survey.draft(survey.choose(0.9), survey.folds[0]))
+        tried.append(survey.make_draft(survey.choose(0.9), survey.folds[0]))
         return 0.9
 
     monkeypatch.setattr('slab_det.absorption.absorption.find_least_share', search)
@@ -328,16 +323,15 @@ def test_a_draft_loses_channels_that_no_layer_needs_without_any_change(build, tm
                 # q of half of the channels: the logits have no more rank.
                 weight[1 : unit.count : 2], bias[1 : unit.count : 2] = 0, 0
     images = [image.double() for image in pictures(6, (64, 96))]
-    plan = plan_channels(model, images, tmp_path)
-    survey = Survey(plan)
+    surveyed = survey(model, images, tmp_path)
     counts = {
         name: next(count for count in found.counts if count <= found.unit.count // 2)
-        for name, found in survey.estimates.items()
+        for name, found in surveyed.estimates.items()
         if any(2 * count == found.unit.count for count in found.counts)
     }
     assert {unit.maps for unit in (units[name] for name in counts)} == {True, False}
     assert any(units[name].tokens for name in counts)
-    draft = survey.draft(counts, survey.folds[0])
+    draft = surveyed.make_draft(counts, surveyed.folds[0])
     assert {name: find_channels(draft)[name].count for name in counts} == counts
     ends = {reader for unit in units.values() for reader in unit.readers}
     ends -= {writer for unit in units.values() for writer in unit.writers}
@@ -350,7 +344,7 @@ def test_a_draft_loses_channels_that_no_layer_needs_without_any_change(build, tm
         ]
         with torch.no_grad():
             # The heads run at the regions that the teacher found.
-            plan.forward(detector)(images[0], 0)
+            surveyed.observer.run(detector, images[0], 0)
         for handle in handles:
             handle.remove()
         return found
@@ -368,14 +362,15 @@ def test_a_price_is_convex_and_below_what_was_measured():
 
 
 def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_go(tmp_path):
-    plan, drafts = plan_channels(build_teacher(), IMAGES, tmp_path), []
-    survey, unpriced = Survey(plan), Survey(plan)
-    families = {name: family for family, found in survey.families.items() for name in found}
-    whole = find_channels(plan.model)
+    model, drafts = build_teacher().eval(), []
+    images = read_images(model, IMAGES, tmp_path, heads=True)
+    priced, unpriced = Survey(model, images), Survey(model, images)
+    families = {name: family for family, found in priced.families.items() for name in found}
+    whole = find_channels(model)
     assert {*families.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
 
     def measure(students):
-        first, second = (fold.batches for fold in survey.folds)
+        first, second = (fold.batches for fold in priced.folds)
         # A draft is shown no batch that it is fitted on.
         assert sorted(students) == [*range(len(IMAGES))] and len({*map(id, students.values())}) == 2
         assert {*map(id, map(students.get, first))}.isdisjoint(map(id, map(students.get, second)))
@@ -388,35 +383,20 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
         # The mask head alone is dear.
         return RetainedAP(0.5 if drafts[-1] == {'roi_head.mask_head'} else 0.999, 0.001)
 
-    few = SimpleNamespace(measure=measure, images=plan.images, batches=range(5), count_detections=lambda batches: 49)
-    survey.measure_prices(few, tmp_path, progress=False)
-    assert not drafts and survey.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
-    judge = SimpleNamespace(measure=measure, images=plan.images, batches=range(5), count_detections=lambda batches: 50)
-    survey.measure_prices(judge, tmp_path, progress=False)
+    few = SimpleNamespace(measure=measure, images=images, batches=range(5), count_detections=lambda batches: 49)
+    priced.measure_prices(few, tmp_path)
+    assert not drafts and priced.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
+    judge = SimpleNamespace(measure=measure, images=images, batches=range(5), count_detections=lambda batches: 50)
+    priced.measure_prices(judge, tmp_path)
     assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other family'
-    again = Survey(plan)
-    again.measure_prices(few, tmp_path, progress=False)
-    assert len(drafts) == 7 and again.choose(0.6) == survey.choose(0.6) != unpriced.choose(0.6)
+    again = Survey(model, images)
+    again.measure_prices(few, tmp_path)
+    assert len(drafts) == 7 and again.choose(0.6) == priced.choose(0.6) != unpriced.choose(0.6)
 
     def left(chosen):
-        return sum(chosen.get(name, whole[name].count) for name in survey.families['roi_head.mask_head'])
+        return sum(chosen.get(name, whole[name].count) for name in priced.families['roi_head.mask_head'])
 
-    assert left(survey.choose(0.6)) > left(unpriced.choose(0.6))
-
-
-def test_students_share_saved_blocks_before_the_first_with_other_channels(tmp_path, monkeypatch):
-    save, saved = BlockCache.save, []
-    monkeypatch.setattr(BlockCache, 'save', lambda self, block, *args: saved.append(block) or save(self, block, *args))
-    plan = plan_channels(build_teacher('SLABSwin', 'faster_rcnn'), IMAGES, tmp_path)
-    counts, block = {'backbone.stages.0.blocks.0.ffn': 16}, 'backbone.stages.3.blocks.0'
-    make_student(plan, counts, tmp_path / 'shared', progress=False)
-    blocks = [*saved]
-    counts[f'{block}.ffn'] = 128
-    saved.clear()
-    student = make_student(plan, counts, tmp_path / 'shared', progress=False)
-    assert saved == blocks[blocks.index(block) :] != blocks
-    alone = make_student(plan, counts, tmp_path / 'alone', progress=False)
-    assert not differing(student, alone) and student.absorption_report == alone.absorption_report
+    assert left(priced.choose(0.6)) > left(unpriced.choose(0.6))
 
 
 def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):
@@ -424,7 +404,7 @@ def test_a_finished_absorption_is_read_from_its_work_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(BlockCache, 'save', lambda self, block, *args: saved.append(block) or save(self, block, *args))
     options = dict(channels=0.8, norms='remove', progress=False)
     student, *again = (absorb(model, IMAGES, **options, work_dir=tmp_path) for _ in range(2))
-    assert saved == [*dict.fromkeys(saved)] and 'bbox_head' in saved
+    assert saved == [*dict.fromkeys(saved)] and 'neck.fpn_convs.0.conv' in saved
     assert not differing(student, again[0]) and again[0].absorption_report.pruned == student.absorption_report.pruned
 
 

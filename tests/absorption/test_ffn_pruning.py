@@ -4,12 +4,11 @@ import pytest
 import torch
 from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference
 from mmengine.config import Config
-from teachers import build_teacher, plan_channels
+from teachers import build_teacher, prune, survey
 from torch import nn
 
 import slab_det
 from slab_det.absorption.absorption import absorb
-from slab_det.absorption.student import make_student
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
@@ -53,12 +52,10 @@ def teacher():
 def test_redundant_channels_are_pruned(teacher, backbone, tmp_path):
     model = teacher(backbone).double()
     adopt(model)
-    plan = plan_channels(model, [image.double() for image in pictures(10)], tmp_path)
-    counts = {name: len(first_weight(model, name)) for name in ffns_of(model)}
-    half, few = (
-        make_student(plan, {name: max(8, count // part) for name, count in counts.items()}, tmp_path, progress=False)
-        for part in (2, 4)
-    )
+    surveyed = survey(model, [image.double() for image in pictures(10)], tmp_path)
+    counts = {name: len(first_weight(model, name)) for name in ffns_of(model) if name in surveyed.estimates}
+    assert len(counts) > 2
+    half, few = (prune(surveyed, {name: max(8, count // part) for name, count in counts.items()}) for part in (2, 4))
     assert layer_norms(half) == layer_norms(few) == layer_norms(model)
     for ffn in half.absorption_report.pruned:
         rows, all_rows = (first_weight(net, ffn.unit) for net in (half, model))

@@ -169,8 +169,8 @@ def test_channels_are_ranked_by_backward_elimination():
 def test_changed_targets_and_selected_channels_give_the_moments_of_their_tokens():
     x, y, matrix = tokens(noise=1.0)
     weight, bias = matrix, torch.ones(4, dtype=torch.float64)
-    changed = moments_of(x, y).add_to_target(weight, bias)
-    for name, value in vars(moments_of(x, y + x @ weight.T + bias)).items():
+    changed = moments_of(x, y).with_target(weight, bias)
+    for name, value in vars(moments_of(x, x @ weight.T + bias)).items():
         torch.testing.assert_close(torch.as_tensor(getattr(changed, name)), torch.as_tensor(value))
     some = torch.tensor([3, 0])
     for name, value in vars(moments_of(x[:, some], y)).items():

@@ -1,0 +1,92 @@
+"""Probes: points in a model at which absorption looks, and the layers that write the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slab_det.fusion.folding import join_names
+from slab_det.norms.folds import Write, find_rule
+
+# Runs a model on the image tensor of a batch, (B, 3, H, W).
+Forward = Callable[[Tensor], object]
+
+
+class Probe(NamedTuple):
+    """A point in a model: the first 'input' or first 'output' of a module, at its first call in a forward."""
+
+    module: str
+    side: str
+
+
+class Writer(NamedTuple):
+    """A layer that writes the residual stream, or a convolution of a neck.
+
+    Attributes:
+        layer: Its name.
+        source: Its input.
+        target: The stream behind the layer, or its own output.
+    """
+
+    layer: str
+    source: Probe
+    target: Probe
+
+
+def find_writers(model: nn.Module) -> list[Writer]:
+    """Finds the layers that write the residual stream and the convolutions of the neck, in the order of the modules."""
+    writers: dict[str, Writer] = {}
+    for prefix, module in model.named_modules():
+        rule = find_rule(module, 'writes')
+        # The rule of a block counts, not the rule of the FFN in it.
+        if not rule or any(layer.startswith(f'{prefix}.') for layer in writers):
+            continue
+        for write in rule():
+            layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
+            # A layer that is its own stream, such as a convolution of an FPN, is fitted to its output.
+            target = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
+            writers[layer] = Writer(layer, Probe(source, 'output') if source else Probe(layer, 'input'), target)
+    return [*writers.values()]
+
+
+def backbone_prefix(model: nn.Module) -> str:
+    """The prefix of the backbone's module names: 'backbone.' in a detector, '' in a backbone."""
+    return 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
+
+
+def find_features(model: nn.Module, writers: Iterable[Writer]) -> Callable[[nn.Module], Forward]:
+    """How to run the backbone of ``model`` or of a copy, and its neck if it has writers."""
+    prefix = backbone_prefix(model)
+    # A video detector has no extract_feat, so there is no known way to run its neck.
+    if hasattr(model, 'extract_feat') and not all(writer.layer.startswith(prefix) for writer in writers):
+        return lambda net: net.extract_feat
+    return lambda net: net.backbone if prefix else net
+
+
+def trace(model: nn.Module, forward: Forward, image: Tensor, probes: Iterable[Probe]) -> list[Probe]:
+    """Runs the model once and returns the probes at each of their calls, in the order in which they are reached."""
+    calls: list[Probe] = []
+    with ExitStack() as stack, torch.no_grad():
+        for probe in dict.fromkeys(probes):
+            module = model.get_submodule(probe.module)
+            stack.callback(register_probe(module, probe.side, lambda value, at=probe: calls.append(at)).remove)
+        forward(image)
+    return calls
+
+
+def is_shared(model: nn.Module, layer: str, calls: list[Probe]) -> bool:
+    """Whether a layer is called twice in a forward or shares weights, so that its fits would undo each other."""
+    parameters = [p for module in model.modules() for p in module._parameters.values()]
+    own = {*map(id, model.get_submodule(layer).parameters())}
+    return calls.count(Probe(layer, 'output')) > 1 or sum(id(p) in own for p in parameters) > len(own)
+
+
+def register_probe(module: nn.Module, side: str, look: Callable[[object], object]) -> torch.utils.hooks.RemovableHandle:
+    """Registers a hook that passes the arguments or the output of every call of a module to ``look``."""
+    if side == 'input':
+        return module.register_forward_pre_hook(lambda module, args: look(args))
+    return module.register_forward_hook(lambda module, args, output: look(output))
