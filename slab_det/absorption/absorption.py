@@ -42,19 +42,21 @@ def absorb(
 ) -> nn.Module:
     """Removes hidden channels and LayerNorms of a trained model that it does not need.
 
-    The student is a copy of the teacher, ``model``. By default it loses hidden channels and keeps all norms. Where
-    channels go, the layers that read them are fitted to the teacher's values on the student's inputs.
+    The student is a copy of the teacher, ``model``. By default it loses hidden channels and keeps all norms. A layer
+    that reads fewer channels x_s of x is fitted to what it computes in the teacher,
 
-    A LayerNorm that goes is replaced by an affine map and folded into the linear layers that read it. The norms are
-    replaced from the first to the last. Each is fitted by a ridge regression of the teacher's output y on the student's
-    input x,
+        M, t = argmin  E |W x + b - M x_s - t|^2 + r |(M - W_s) diag(sigma)|^2.
+
+    Norms go after the channels, from the first to the last. A LayerNorm that goes is replaced by an affine map and
+    folded into the linear layers that read it. It is fitted by a ridge regression of the teacher's output y on the
+    student's input x,
 
         M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
 
     and the layers that read the norm take the map: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the best scale per
     channel of the centred input. The last layer of each attention and each FFN is fitted in the same way, so that the
     student's residual stream approaches the teacher's. At the end the 3x3 convolutions of an FPN are fitted to the
-    teacher's feature maps. The ridges r are chosen on every fifth batch, which is held out from all fits.
+    teacher's feature maps. These ridges are chosen on every fifth batch, which is held out from all fits.
 
     The student is fused already: an absorbed norm is no longer a module. ``student.absorption_report`` gives the error
     of each fit, and ``student.fusion_report`` names the layers that each norm was folded into.
@@ -69,14 +71,15 @@ def absorb(
             channels. Channels go in FFNs, in the heads of softmax attention, and in the FPN, RPN, box heads and mask
             heads of a Faster, Mask or Cascade R-CNN or the FPN and towers of a RetinaNet, ATSS, FCOS or RTMDet: first
             where they cost least for each multiply-add that they save. Of a detector that finds objects in the images,
-            the price of each family of layers is the share of the AP that drafts lose, students fitted in seconds.
+            the price of each family of layers is the share of the AP that drafts lose, students that lack most of it.
             'auto' takes the least share, to 1/32, with which a draft retains ``LEAST_RETAINED_AP`` of the teacher's AP
             (:func:`~slab_det.compare.ruler.retained_ap`) in images that it is not fitted on.
         norms: 'keep' leaves all LayerNorms, 'remove' absorbs those that can be absorbed; or the names of those that
             stay while the others are absorbed.
         int8: The student will be quantized: every fit adds the penalty ``q |M - D|^2``, where q is the variance of the
             int8 rounding error of x, so that the weights do not amplify this error. It costs some AP in float32.
-        work_dir: A folder for finished blocks; a later call with the same arguments and images resumes from it.
+        work_dir: A folder for prices and for blocks whose norms are absorbed; a later call with the same arguments and
+            images resumes from it.
         progress: Show a progress bar.
         compare: Estimate which share of the teacher's AP the student retains, from detections in the held-out batches,
             of large images in the crops that the fits read.

@@ -40,8 +40,8 @@ class ChannelAbsorption:
         channels: Number of hidden channels before; None where the unit was left alone.
         kept: Number of hidden channels after.
         reason: Why the unit was left alone, or ''.
-        left: Mean squared error of the refitted readers on held-out batches, as a share of a variance: that of the
-            teacher's residual stream behind them, or of the teacher's outputs in a head.
+        left: Mean squared error of the readers on the images that they are fitted on, as a share of a variance: that of
+            the teacher's residual stream behind them, or of the teacher's outputs in a head.
     """
 
     unit: str
@@ -57,10 +57,9 @@ class AbsorptionReport(Record):
 
     Attributes:
         norms: The LayerNorms: those that were absorbed in the order of their calls, then those that stay.
-        refits: For each refitted layer, by name, the mean squared distance of the student's stream from the teacher's,
-            over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
-            are those that write the residual stream, the neck's convolutions, and the heads' layers that read maps
-            which lost channels.
+        refits: For each layer that was fitted because norms were absorbed, by name, the mean squared distance of the
+            student's stream from the teacher's, over the same distance before the fit, on held-out batches; 1 where the
+            layer stayed as it was. The layers are those that write the residual stream, and the neck's convolutions.
         channels: The units of hidden channels, in the order of their calls, where channels were to be removed.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.

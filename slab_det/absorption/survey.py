@@ -154,20 +154,21 @@ class Survey:
         digest = teacher_digest(self.teacher, self.images)
         digest.update(repr(self.int8).encode())
         file = work_dir / f'prices_{digest.hexdigest()[:16]}.json'
-        if not file.exists():
-            found = {}
-            try:
-                if judge.images.count < HELD_OUT or judge.count_detections(judge.batches) < FEW_DETECTIONS:
-                    return
-                for family, names in Progress(self.families.items(), 'Prices of channels', disable=not self.progress):
-                    found[family] = self._measure_price(judge, names)
-            except ComparisonError:
-                # There are no detections, or none in the mirrored images, or only in a few images.
+        found = json.loads(file.read_text()) if file.exists() else {}
+        try:
+            if len(found) < len(self.families) and (
+                judge.images.count < HELD_OUT or judge.count_detections(judge.batches) < FEW_DETECTIONS
+            ):
                 return
-            with whole_file(file) as path:
-                path.write_text(json.dumps(found))
-        for family, points in json.loads(file.read_text()).items():
-            self.prices[family] = Price(points)
+            left = [family for family in self.families if family not in found]
+            for family in Progress(left, 'Prices of channels', disable=not (self.progress and left)):
+                found[family] = self._measure_price(judge, self.families[family])
+                with whole_file(file) as path:
+                    path.write_text(json.dumps(found))
+        except ComparisonError:
+            # There are no detections, or none in the mirrored images, or only in a few images.
+            return
+        self.prices = {family: Price(points) for family, points in found.items()}
 
     def _measure_price(self, judge: Judge, names: Sequence[str]) -> list[tuple[float, float]]:
         least, points = self.multiply_adds({name: self.estimates[name].counts[-1] for name in names}), []
