@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import slab_det
 from slab_det.absorption import regression
 from slab_det.absorption.absorption_report import AbsorptionReport
+from slab_det.absorption.channels.survey import Survey
 from slab_det.absorption.images import read_images
 from slab_det.absorption.moments import Affine, CrossMoments
-from slab_det.absorption.norms import absorb_norms
-from slab_det.absorption.pair import Pair
-from slab_det.absorption.plan import plan_norms
-from slab_det.absorption.survey import Survey
+from slab_det.absorption.norms.blocks import absorb_norms
+from slab_det.absorption.norms.pair import Pair
+from slab_det.absorption.norms.plan import plan_norms
 
 
 def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:

@@ -30,8 +30,9 @@ from benchmarks.results import FOLDER, Results
 from slab_det import runtime
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import read_images
-from slab_det.absorption.judge import Judge
-from slab_det.absorption.survey import Survey
+from slab_det.absorption.channels.judge import Judge
+from slab_det.absorption.channels.observed import Observer
+from slab_det.absorption.channels.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.compare.detections import detect
@@ -98,7 +99,7 @@ def measure(args: argparse.Namespace) -> None:
         adopt(model)
         set_mode(model, False)
         stored = read_images(model, images, Path(folder), heads=True)
-        survey = Survey(model, stored)
+        survey = Survey(Observer(model, stored, int8=False))
 
         def add_student(name: str, counts: dict[str, int]) -> None:
             add(name, lambda: pruned(survey, counts))
@@ -118,7 +119,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def pruned(survey: Survey, counts: dict[str, int]) -> nn.Module:
     """The teacher with these numbers of channels."""
-    student = copy_module(survey.teacher)
+    student = copy_module(survey.observer.model)
     survey.prune(student, counts, AbsorptionReport())
     return student
 

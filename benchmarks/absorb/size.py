@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
-from slab_det.absorption import walk
+from slab_det.absorption import store as storing
 from slab_det.compare.detections import detect
 from slab_det.common.record import format_table
 
@@ -50,14 +50,14 @@ def measure(
     model = build_untrained(ROOT / 'configs' / f'{config}.py', {})
     images = [torch.randn(1, 3, *size) for _ in range(num_images)]
     # Everything is stored in files: memory for it would come on top by a known amount.
-    walk.MEMORY = 0
-    put, disk = walk.TensorStore.put, [0.0]
+    storing.MEMORY = 0
+    put, disk = storing.TensorStore.put, [0.0]
 
-    def watched(store: walk.TensorStore, name: str, value: object) -> None:
+    def watched(store: storing.TensorStore, name: str, value: object) -> None:
         put(store, name, value)
         disk.append(sum(path.stat().st_size for path in Path(tempfile.tempdir).rglob('*.pt')) / MIB)
 
-    walk.TensorStore.put = watched
+    storing.TensorStore.put = watched
     with tempfile.TemporaryDirectory() as tempfile.tempdir:
         idle, started = peak_mib(), time.perf_counter()
         if absorbs:

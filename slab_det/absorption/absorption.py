@@ -13,12 +13,13 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from torch import nn
 
-from slab_det.absorption.absorption_report import AbsorptionReport, NormAbsorption
+from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, NormAbsorption
+from slab_det.absorption.channels.judge import Judge
+from slab_det.absorption.channels.observed import Observer
+from slab_det.absorption.channels.survey import Survey
 from slab_det.absorption.images import read_images
-from slab_det.absorption.judge import Judge
-from slab_det.absorption.norms import absorb_norms
-from slab_det.absorption.plan import plan_norms
-from slab_det.absorption.survey import Survey
+from slab_det.absorption.norms.blocks import absorb_norms
+from slab_det.absorption.norms.plan import NormPlan, plan_norms
 from slab_det.backbones.adopt import adopt
 from slab_det.common.copying import copy_module
 from slab_det.common.errors import ComparisonError, ConversionError
@@ -111,25 +112,24 @@ def absorb(
         set_mode(model, False)
         stored = read_images(model, images, Path(folder), heads=channels != 1)
         plan = plan_norms(model, stored, norms, int8)
+        student = plan.copy_teacher()
+        observer = Observer(copy_module(student), stored, int8) if channels != 1 else None
+        if not (plan.absorbed or observer and observer.units):
+            raise ConversionError(_describe_nothing(plan, observer))
         judge, report, work_dir = Judge(model, stored), AbsorptionReport(), Path(work_dir or folder)
         if channels == 'auto' and not judge.can_compare:
             raise ConversionError(
                 "channels='auto' compares detections: give a detector (not in float64), or a number: channels=0.5 for "
                 'half of the multiply-adds, channels=1 for all'
             )
-        student = plan.copy_teacher()
         maps = {}
-        if channels != 1:
-            survey = Survey(copy_module(student), stored, int8, progress)
+        if observer:
+            survey = Survey(observer, progress)
             survey.measure_prices(judge, work_dir)
             share = find_least_share(survey, judge, progress) if channels == 'auto' else channels
             maps = survey.prune(student, survey.choose(share), report)
-        if not (plan.absorbed or report.channels):
-            why = '; '.join(dict.fromkeys(plan.reasons.values())) or 'it has none'
-            raise ConversionError(
-                f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, fewer names '
-                'of norms that stay, or channels=0.5 to remove hidden channels'
-            )
+            # Its sums take gigabytes.
+            del survey
         if plan.absorbed:
             absorb_norms(plan, student, maps, report, work_dir, progress)
         report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
@@ -140,6 +140,20 @@ def absorb(
             judge.describe(student, report)
     _warn(student.absorption_report)
     return student
+
+
+def _describe_nothing(plan: NormPlan, observer: Observer | None) -> str:
+    """Why neither norms nor channels can go."""
+    why = '; '.join(dict.fromkeys(plan.reasons.values())) or 'it has none'
+    if observer is None:
+        return (
+            f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, fewer names of '
+            'norms that stay, or channels=0.5 to remove hidden channels'
+        )
+    parts = [] if why == KEPT_BY_CHOICE else [f'no LayerNorm that can be absorbed: {why}']
+    why = '; '.join(dict.fromkeys(observer.reasons.values())) or 'none of its layers is known to have any'
+    parts.append(f'no hidden channels that can be removed: {why}')
+    return f'the model has {", and ".join(parts)}; give a detector with a Swin, PVT or PVTv2'
 
 
 def _check_channels(channels: object) -> None:

@@ -41,7 +41,8 @@ class ChannelAbsorption:
         kept: Number of hidden channels after.
         reason: Why the unit was left alone, or ''.
         left: Mean squared error of the readers on the images that they are fitted on, as a share of a variance: that of
-            the teacher's residual stream behind them, or of the teacher's outputs in a head.
+            the teacher's residual stream behind them, or of the teacher's outputs in a head. Of a neck, before its
+            readers are fitted.
     """
 
     unit: str
@@ -60,7 +61,7 @@ class AbsorptionReport(Record):
         refits: For each layer that was fitted because norms were absorbed, by name, the mean squared distance of the
             student's stream from the teacher's, over the same distance before the fit, on held-out batches; 1 where the
             layer stayed as it was. The layers are those that write the residual stream, and the neck's convolutions.
-        channels: The units of hidden channels, in the order of their calls, where channels were to be removed.
+        channels: The units of hidden channels, where channels were to be removed: those that lost some come first.
         multiply_adds: Multiply-adds of teacher and student for the first image, without heads in which no channels can
             be removed; None unless channels were removed for a share of them.
         retained_ap: Share of the teacher's AP that the student retains, estimated on held-out images without labels

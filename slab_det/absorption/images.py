@@ -14,7 +14,7 @@ from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.absorption.walk import TensorStore
+from slab_det.absorption.store import TensorStore
 from slab_det.attention.base import MapAttention, ShiftedWindowAttention
 from slab_det.common.batches import one_pass, prepare_inputs
 from slab_det.common.errors import ConversionError

@@ -102,9 +102,9 @@ class Split:
     def __init__(self, fitted: CrossMoments, held_out: CrossMoments) -> None:
         self.fitted, self.held_out = fitted, held_out
 
-    def add(self, batch: int, x: Tensor, y: Tensor | None = None, weight: Tensor | None = None) -> None:
+    def add(self, batch: int, x: Tensor, y: Tensor) -> None:
         """Adds the tokens of a batch; see :meth:`CrossMoments.add`."""
-        (self.held_out if is_held_out(batch) else self.fitted).add(x, y, weight)
+        (self.held_out if is_held_out(batch) else self.fitted).add(x, y)
 
     def about_zero(self) -> Split:
         """See :meth:`CrossMoments.about_zero`."""

@@ -56,10 +56,8 @@ def apply_to_columns(layer: nn.Module, inputs: Tensor) -> Tensor:
     return F.linear(inputs, layer.weight.flatten(1), layer.bias)
 
 
-def output_tokens(output: Tensor, layer: nn.Module | None = None) -> Tensor:
-    """The outputs of a layer for :func:`input_tokens`, one column per row of its weight; or another map's values."""
-    if isinstance(layer, nn.ConvTranspose2d):
-        output = F.pixel_unshuffle(output, layer.stride[0])
+def output_tokens(output: Tensor) -> Tensor:
+    """The values of a map, or the outputs of a layer, for :func:`input_tokens`."""
     return sample_rows(output[:: _region_step(output)]) if output.ndim == 4 else output
 
 

@@ -143,7 +143,7 @@ class Family(ABC):
 
     @classmethod
     def run_heads(cls, detector: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:
-        """Runs the heads on the maps of the neck; regions of images that are not in ``maps`` are left out."""
+        """Runs the heads on the maps of the neck."""
         raise NotImplementedError
 
     def check_fixed(self) -> None:

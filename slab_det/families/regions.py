@@ -1,4 +1,4 @@
-"""Runs the heads of a detector on the maps of its neck, teacher and student at the same regions."""
+"""Where the heads of a detector run for absorption: positions and regions that the teacher finds."""
 
 from __future__ import annotations
 

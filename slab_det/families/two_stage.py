@@ -118,12 +118,12 @@ class TwoStage(BoxFamily):
     @classmethod
     def run_heads(cls, detector: nn.Module, maps: Sequence[Tensor], regions: Regions) -> None:
         detector.rpn_head(maps)
-        roi_head, detections = detector.roi_head, regions.detections
+        roi_head = detector.roi_head
         stages = cls.stage_arguments(len(regions.proposals))
         for stage, rois in zip(stages, regions.proposals, strict=True):
-            roi_head._bbox_forward(*stage, maps, rois[rois[:, 0] < len(maps[0])])
+            roi_head._bbox_forward(*stage, maps, rois)
         for stage in stages if detector.with_mask else ():
-            roi_head._mask_forward(*stage, maps, detections[detections[:, 0] < len(maps[0])])
+            roi_head._mask_forward(*stage, maps, regions.detections)
 
     @classmethod
     def stage_arguments(cls, count: int) -> list[tuple]:

@@ -6,8 +6,9 @@ from conftest import PVT_V2, as_trained, build_detector_cfg
 from mmdet.registry import MODELS
 
 from slab_det.absorption.absorption_report import AbsorptionReport
+from slab_det.absorption.channels.observed import Observer
+from slab_det.absorption.channels.survey import Survey
 from slab_det.absorption.images import read_images
-from slab_det.absorption.survey import Survey
 
 # Options with which absorb removes all norms, and no channels.
 NORMS_GONE = dict(channels=1, norms='remove', progress=False)
@@ -57,12 +58,12 @@ def build_teacher(backbone='SLABSwin', detector='mask_rcnn', narrow=True, **opti
 
 def survey(model, images, folder):
     """The survey of an adopted teacher."""
-    return Survey(model.eval(), read_images(model, images, folder, heads=True))
+    return Survey(Observer(model.eval(), read_images(model, images, folder, heads=True), int8=False))
 
 
 def prune(survey, counts):
     """The student with these numbers of channels, with its report."""
-    student = copy.deepcopy(survey.teacher)
+    student = copy.deepcopy(survey.observer.model)
     student.absorption_report = AbsorptionReport()
     survey.prune(student, counts, student.absorption_report)
     return student

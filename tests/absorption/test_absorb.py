@@ -14,9 +14,11 @@ from teachers import BACKBONES, NORMS_GONE, build_teacher
 from torch import nn
 
 import slab_det
-from slab_det.absorption import walk
 from slab_det.absorption.absorption import absorb
 from slab_det.absorption.images import is_held_out, read_images
+from slab_det.absorption.norms import walk
+from slab_det.absorption.probes import Probe
+from slab_det.absorption.store import TensorStore
 from slab_det.checkpoints import build_detector
 from slab_det.compare.detections import detect
 from slab_det.conversion import ConversionError
@@ -299,12 +301,12 @@ def test_a_walk_drops_outputs_that_no_later_block_reads(tmp_path, left):
 
     reads = walk.find_reads(model, model, '012', image)
     assert reads == {'0': {walk.IMAGE}, '1': {'0'}, '2': {'0', '1'}}
-    store = walk.TensorStore(tmp_path, cpu)
+    store = TensorStore(tmp_path, cpu)
     store.left = {cpu: left}
     store.put('0', image)
     stored, one = [], walk.Walk(model, model, reads, store)
     for name in '012':
-        (output,) = one.run(0, name, [walk.Probe(name, 'output')], finish=name)
+        (output,) = one.run(0, name, [Probe(name, 'output')], finish=name)
         stored.append([*store.values])
         assert sorted(path.stem for path in tmp_path.iterdir()) == (stored[-1] if not left else [])
     torch.testing.assert_close(output, model(image))
@@ -314,7 +316,7 @@ def test_a_walk_drops_outputs_that_no_later_block_reads(tmp_path, left):
 @torch.no_grad()
 def test_a_tensor_store_fills_devices_in_order_then_files(tmp_path):
     meta, cpu, value = torch.device('meta'), torch.device('cpu'), (torch.arange(4.0), dict(size=(2, 2)))
-    store = walk.TensorStore(tmp_path, cpu)
+    store = TensorStore(tmp_path, cpu)
     store.left = {meta: 16, cpu: 32}
     for name in 'abcd':
         store.put(name, value)

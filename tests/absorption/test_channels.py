@@ -14,10 +14,11 @@ from teachers import SWIN, as_trained, build_teacher, prune, survey
 
 import slab_det
 from slab_det.absorption.absorption import absorb, find_least_share
-from slab_det.absorption.block_cache import BlockCache
+from slab_det.absorption.channels.judge import Judge
+from slab_det.absorption.channels.observed import Observer
+from slab_det.absorption.channels.survey import Price, Survey
 from slab_det.absorption.images import read_images
-from slab_det.absorption.judge import Judge
-from slab_det.absorption.survey import Price, Survey
+from slab_det.absorption.norms.block_cache import BlockCache
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.common.tensors import tensors_in
@@ -62,6 +63,13 @@ def build_cascade():
     return build(cfg)
 
 
+def build_with_pafpn():
+    """A neck that keeps its channels."""
+    cfg = build_single_stage().cfg
+    cfg.neck.type = 'PAFPN'
+    return build(cfg)
+
+
 TEACHERS = {
     'SLABSwin': lambda: build_teacher('SLABSwin', narrow=False),
     'SwinTransformer': lambda: build_teacher('SwinTransformer', 'faster_rcnn', narrow=False),
@@ -73,6 +81,7 @@ TEACHERS = {
     ),
     'RTMDet': build_rtmdet,
     'CascadeRCNN': build_cascade,
+    'PAFPN': build_with_pafpn,
 }
 
 
@@ -104,7 +113,7 @@ def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     adopted = copy.deepcopy(teacher)
     adopt(adopted)
     surveyed = survey(adopted, IMAGES, tmp_path)
-    surveyed.measure_prices(Judge(adopted, surveyed.images), tmp_path)
+    surveyed.measure_prices(Judge(adopted, surveyed.observer.images), tmp_path)
     share = 0.6 * surveyed.least_share() + 0.4
     counts = surveyed.choose(share)
     student = absorb(teacher, IMAGES, share, norms, progress=False)
@@ -197,7 +206,7 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
         """The outputs of the heads on an image, at the regions of the teacher."""
         found = []
         hooks = [net.get_submodule(name).register_forward_hook(lambda *args: found.append(args[2])) for name in owners]
-        surveyed.observer.run(net, surveyed.images.store.get('4'), 4)
+        surveyed.observer.run(net, surveyed.observer.images.store.get('4'), 4)
         for hook in hooks:
             hook.remove()
         return tensors_in(found)
@@ -213,7 +222,7 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
 def test_layers_that_read_the_maps_of_a_neck_are_fitted_after_the_maps_lost_channels(tmp_path, monkeypatch):
     model, images = build_single_stage().double(), [image.double() for image in pictures(10)]
     student = prune(survey(model, images, tmp_path), {'neck': 8})
-    monkeypatch.setattr('slab_det.absorption.observed.MAX_COLUMNS', 0)
+    monkeypatch.setattr('slab_det.absorption.channels.observed.MAX_COLUMNS', 0)
     control = prune(survey(model, images, tmp_path), {'neck': 8})
     image = images[4]
     expected, fitted, combined = (
@@ -364,7 +373,8 @@ def test_a_price_is_convex_and_below_what_was_measured():
 def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_go(tmp_path):
     model, drafts = build_teacher().eval(), []
     images = read_images(model, IMAGES, tmp_path, heads=True)
-    priced, unpriced = Survey(model, images), Survey(model, images)
+    observer = Observer(model, images, int8=False)
+    priced, unpriced = Survey(observer), Survey(observer)
     families = {name: family for family, found in priced.families.items() for name in found}
     whole = find_channels(model)
     assert {*families.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
@@ -389,7 +399,7 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
     judge = SimpleNamespace(measure=measure, images=images, batches=range(5), count_detections=lambda batches: 50)
     priced.measure_prices(judge, tmp_path)
     assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other family'
-    again = Survey(model, images)
+    again = Survey(observer)
     again.measure_prices(few, tmp_path)
     assert len(drafts) == 7 and again.choose(0.6) == priced.choose(0.6) != unpriced.choose(0.6)
 
@@ -422,3 +432,5 @@ def test_wrong_shares_are_named():
             absorb(model, IMAGES, progress=False, **options)
     with pytest.raises(ConversionError, match="channels='auto' compares detections"):
         absorb(model.backbone, IMAGES, norms='remove', progress=False)
+    with pytest.raises(ConversionError, match='no LayerNorm .* and no hidden channels that can be removed'):
+        absorb(MODELS.build(dict(type='mmdet.ResNet', depth=18)), IMAGES, 0.5, progress=False)

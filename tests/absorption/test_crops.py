@@ -6,9 +6,9 @@ from conftest import pictures
 from teachers import build_teacher
 
 from slab_det.absorption import images as reading
-from slab_det.absorption import judge as judging
+from slab_det.absorption.channels import judge as judging
+from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.images import WHOLE, read_images
-from slab_det.absorption.judge import Judge
 from slab_det.absorption.tokens import POSITIONS, sample_tokens
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.adopt import adopt

@@ -10,6 +10,8 @@ from torch import nn
 
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.images import Images
+from slab_det.absorption.norms.steps import NormStep, WriterStep
+from slab_det.absorption.norms.walk import find_reads
 from slab_det.absorption.probes import (
     Forward,
     Probe,
@@ -19,8 +21,6 @@ from slab_det.absorption.probes import (
     is_shared,
     trace,
 )
-from slab_det.absorption.steps import NormStep, WriterStep
-from slab_det.absorption.walk import find_reads
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
 from slab_det.common.copying import copy_module
 from slab_det.common.errors import ConversionError
@@ -61,7 +61,7 @@ class NormPlan:
 
     @cached_property
     def reads(self) -> dict[str, set[str]]:
-        """What each block reads; see :class:`slab_det.absorption.walk.Walk`."""
+        """What each block reads; see :class:`slab_det.absorption.norms.walk.Walk`."""
         forward, image = self.features(self.teacher), self.images.store.get('0')
         reads = find_reads(self.teacher, forward, self.blocks, image)
         for block, steps in self.blocks.items():

@@ -124,7 +124,7 @@ def reduce_rank(
     heads: int,
     rank: int,
     padding: Tensor | None = None,
-) -> float:
+) -> None:
     """Changes a projection so that q and k of each head are zero behind their first channels, in place.
 
     With S_q the second moments of q and S_k the covariance of k, ``q^T k`` is approximated by ``(A q)^T (B k)`` from
@@ -139,18 +139,13 @@ def reduce_rank(
         heads: Number of heads h.
         rank: Number of channels that do not become zero.
         padding: q, k and v of padding tokens, (3 h d,), which change too; None if they are the bias.
-
-    Returns:
-        The share of the logits' second moment that is lost, in the head that loses most.
     """
-    worst, count = 0.0, len(weight) // 3
+    count = len(weight) // 3
     for q, to_q, s, to_k in _logit_terms(queries, keys, weight, bias, heads):
-        worst = max(worst, float(s[rank:].square().sum() / s.square().sum().clamp(min=1e-300)))
         s = torch.where(torch.arange(len(s), device=s.device) < rank, s, 0.0).sqrt()[:, None]
         for rows, matrix in ((q, s * to_q), (count + q, s * to_k)):
             for values in filter(torch.is_tensor, (weight, bias, padding)):
                 values[rows] = (matrix @ values[rows].double()).to(values.dtype)
-    return worst
 
 
 def lost_logits(queries: CrossMoments, keys: CrossMoments, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:

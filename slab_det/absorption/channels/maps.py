@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.elimination import rank_channels
+from slab_det.absorption.channels.elimination import rank_channels
 from slab_det.absorption.moments import CrossMoments
 from slab_det.fusion.channels import ChannelUnit, input_weight, keep_channels, set_input_weight
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport
-from slab_det.absorption.block_cache import BlockCache
-from slab_det.absorption.pair import Pair
-from slab_det.absorption.plan import NormPlan
-from slab_det.absorption.walk import Walk
+from slab_det.absorption.norms.block_cache import BlockCache
+from slab_det.absorption.norms.pair import Pair
+from slab_det.absorption.norms.plan import NormPlan
+from slab_det.absorption.norms.walk import Walk
 from slab_det.common.progress import Progress
 
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
-from slab_det.absorption.block_cache import teacher_digest
-from slab_det.absorption.elimination import join_channels, lost_logits, rank_channels
-from slab_det.absorption.images import HELD_OUT, WHOLE, Images, is_held_out
-from slab_det.absorption.judge import Judge
-from slab_det.absorption.maps import rank_maps, sensitivity
-from slab_det.absorption.observed import Observed, Observer
-from slab_det.absorption.pruning import prune_channels, with_outputs
+from slab_det.absorption.channels.elimination import join_channels, lost_logits, rank_channels
+from slab_det.absorption.channels.judge import Judge
+from slab_det.absorption.channels.maps import rank_maps, sensitivity
+from slab_det.absorption.channels.observed import Observed, Observer
+from slab_det.absorption.channels.pruning import prune_channels, with_outputs
+from slab_det.absorption.digest import teacher_digest
+from slab_det.absorption.images import HELD_OUT, WHOLE, is_held_out
 from slab_det.common.copying import copy_module
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.files import whole_file
@@ -98,10 +98,8 @@ class Survey:
     """The units of a detector, the losses they would bring, and the multiply-adds of the layers.
 
     Args:
-        teacher: In eval mode, without norms of slab_det.
-        images: Its images.
-        int8: See :func:`slab_det.absorb`.
-        progress: Show a progress bar.
+        observer: Looks at the units of the teacher.
+        progress: Show progress bars.
 
     Attributes:
         folds: Two halves of the batches that are fitted. A draft is fitted on one and judged on the other.
@@ -114,18 +112,18 @@ class Survey:
             it reads and writes.
     """
 
-    def __init__(self, teacher: nn.Module, images: Images, int8: bool = False, progress: bool = False) -> None:
-        self.teacher, self.images, self.int8, self.progress = teacher, images, int8, progress
-        self.observer = Observer(teacher, images, int8)
+    def __init__(self, observer: Observer, progress: bool = False) -> None:
+        self.observer, self.progress = observer, progress
+        teacher, images = observer.model, observer.images
         with LayerCosts() as costs:
             self.total = self.count(teacher)
         batches = [batch for batch in range(images.count) if not is_held_out(batch)][:OBSERVED]
         halves = batches[::2], batches[1::2] or batches
-        self.folds = [Fold(half, self.observer.observe(half, progress)) for half in halves]
-        found = {name: self._estimate_unit(unit) for name, unit in self.observer.units.items()}
+        self.folds = [Fold(half, observer.observe(half, progress)) for half in halves]
+        found = {name: self._estimate_unit(unit) for name, unit in observer.units.items()}
         self.estimates = {name: estimates for name, estimates in found.items() if estimates}
         unknown = 'too few tokens or regions of the images reach it; give more images'
-        self.alone = self.observer.reasons | {name: unknown for name in found if name not in self.estimates}
+        self.alone = observer.reasons | {name: unknown for name in found if name not in self.estimates}
         self.families: dict[str, list[str]] = defaultdict(list)
         for name, estimates in self.estimates.items():
             self.families[find_family(estimates.unit)].append(name)
@@ -142,7 +140,7 @@ class Survey:
         # A draft is fitted on the tokens of one half.
         if not all(part.count for part in (*first.channels, *second.channels)):
             return None
-        return estimate_losses(self.teacher, unit, first.merge(second))
+        return estimate_losses(self.observer.model, unit, first.merge(second))
 
     def measure_prices(self, judge: Judge, work_dir: Path) -> None:
         """Measures the price of each family on drafts that lose channels of this family alone.
@@ -151,8 +149,8 @@ class Survey:
         head than in an RPN. Prices are kept in a file of ``work_dir``. Where there are too few detections to tell, the
         estimates stay the prices.
         """
-        digest = teacher_digest(self.teacher, self.images)
-        digest.update(repr(self.int8).encode())
+        digest = teacher_digest(self.observer.model, self.observer.images)
+        digest.update(repr(self.observer.int8).encode())
         file = work_dir / f'prices_{digest.hexdigest()[:16]}.json'
         found = json.loads(file.read_text()) if file.exists() else {}
         try:
@@ -189,7 +187,7 @@ class Survey:
 
     def make_draft(self, counts: Mapping[str, int], fold: Fold) -> nn.Module:
         """A student with these numbers of channels, fitted on a fold."""
-        draft = copy_module(self.teacher)
+        draft = copy_module(self.observer.model)
         prune_channels(draft, counts, fold.observed.__getitem__, self._orders)
         return draft
 
@@ -240,9 +238,10 @@ class Survey:
             ConversionError: If more multiply-adds are left with the fewest channels everywhere.
         """
         if share < self.least_share():
+            alone = '; '.join(f'{name} keeps all: {reason}' for name, reason in [*self.alone.items()][:3])
             raise ConversionError(
                 f'channels={share:g}: with the fewest channels everywhere {self.least_share():.2f} of the '
-                'multiply-adds are left; give a larger share'
+                f'multiply-adds are left; give a larger share{f" ({alone})" if alone else ""}'
             )
         return self._remove(share * self.total, [*self.estimates])
 
@@ -275,7 +274,7 @@ class Survey:
 
     def count(self, student: nn.Module) -> int:
         """The multiply-adds of a student, counted as :attr:`total` is."""
-        image = self.images.store.get(str(WHOLE))
+        image = self.observer.images.store.get(str(WHOLE))
         return count_multiply_adds(lambda: self.observer.run(student, image, WHOLE))
 
     def least_share(self) -> float:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.elimination import reduce_rank
-from slab_det.absorption.maps import combine_channels
+from slab_det.absorption.channels.elimination import reduce_rank
+from slab_det.absorption.channels.maps import combine_channels
+from slab_det.absorption.channels.observed import Observed
 from slab_det.absorption.moments import Affine, CrossMoments
-from slab_det.absorption.observed import Observed
 from slab_det.absorption.regression import ridge_fits
 from slab_det.fusion.channels import (
     ChannelUnit,
@@ -33,8 +33,8 @@ class Pruned(NamedTuple):
 
     Attributes:
         stay: The indices of the channels that stay.
-        error: The squared error of the fitted outputs of its readers, over the variance of the residual stream behind
-            them, or of the outputs in neck and heads.
+        error: The squared error of the outputs of its readers, over the variance of the residual stream behind them, or
+            of the outputs in neck and heads; of maps before the readers are fitted.
     """
 
     stay: Tensor
@@ -43,7 +43,7 @@ class Pruned(NamedTuple):
 
 @torch.no_grad()
 def prune_channels(
-    model: nn.Module, counts: Mapping[str, int], observe: Callable[[str], Observed], orders: Mapping[str, Tensor]
+    model: nn.Module, counts: Mapping[str, int], observed: Callable[[str], Observed], orders: Mapping[str, Tensor]
 ) -> dict[str, Pruned]:
     """Removes channels of a copy of the teacher, and fits the layers that read them, without running it.
 
@@ -53,16 +53,16 @@ def prune_channels(
     Args:
         model: The copy, changed in place.
         counts: Number of channels to leave in each unit that loses some, by its name.
-        observe: Returns what the teacher computes around the unit with a name.
+        observed: Returns what the teacher computes around the unit with a name.
         orders: The order in which the channels of each unit go.
 
     Returns:
         What became of each unit, by its name.
     """
     units, found = find_channels(model), {}
-    # Layers that read maps write hidden channels of heads: they are fitted while they have all of them.
+    # The error of maps counts in all outputs of the layers that read them, which write hidden channels of heads.
     for name in sorted(counts, key=lambda name: not units[name].maps):
-        unit, kept, seen, order = units[name], counts[name], observe(name), orders[name]
+        unit, kept, seen, order = units[name], counts[name], observed(name), orders[name]
         if unit.maps:
             found[name] = _remove_maps(model, unit, kept, seen, order)
             continue

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import Images
 from slab_det.absorption.moments import CrossMoments
+from slab_det.absorption.norms.walk import Walk
 from slab_det.absorption.probes import Probe
 from slab_det.absorption.regression import Split
-from slab_det.absorption.walk import Walk
 from slab_det.common.memory import release_memory
 from slab_det.fusion.fusion_report import NormFusion
 
@@ -24,7 +24,7 @@ class Pair:
         student: Walks through the student.
         images: The batches.
         fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
-        maps: See :func:`slab_det.absorption.norms.absorb_norms`.
+        maps: See :func:`slab_det.absorption.norms.blocks.absorb_norms`.
         int8: See :func:`slab_det.absorb`.
         report: Report of the steps so far; steps add to it.
 

@@ -79,7 +79,8 @@ class Observer:
         self.model, self.images, self.int8 = model, images, int8
         self.family = find_absorbed(model) if images.regions else None
         writers = find_writers(model)
-        self.features = find_features(model, writers)
+        # Heads read the maps of any neck.
+        self.features = (lambda net: net.extract_feat) if self.family else find_features(model, writers)
         self.writers = {writer.layer: writer for writer in writers}
         found = find_channels(model)
         probes = [writer.target for writer in writers] + [Probe(writer.layer, 'output') for writer in writers]
@@ -121,14 +122,13 @@ class Observer:
         # How often each sum was added to in a forward.
         calls: Counter[CrossMoments] = Counter()
 
-        def see(value: object, moments: CrossMoments, is_stream: bool) -> None:
+        def see(value: object, moments: CrossMoments, is_map: bool, is_stream: bool) -> None:
             calls[moments] += 1
             # A dropout has two calls in an FFN.
             if calls[moments] > 1:
                 return
             x = tensors_in(value)[0]
-            # A convolution in an FFN has kernel 1 and reads a map or tokens.
-            (tokens,) = sample_tokens(x.flatten(2).transpose(1, 2) if x.ndim == 4 else x)
+            (tokens,) = sample_tokens(x.flatten(2).transpose(1, 2) if is_map and x.ndim == 4 else x)
             # Only the variance of the stream is needed.
             moments.add(*(tokens[:, :1], tokens) if is_stream else (tokens,))
 
@@ -148,8 +148,8 @@ class Observer:
                 handle = self.model.get_submodule(layer).register_forward_hook(partial(look, **options))
                 stack.callback(handle.remove)
 
-            def probe(at: Probe, moments: CrossMoments, is_stream: bool = False) -> None:
-                look = partial(see, moments=moments, is_stream=is_stream)
+            def probe(at: Probe, moments: CrossMoments, is_map: bool = False, is_stream: bool = False) -> None:
+                look = partial(see, moments=moments, is_map=is_map, is_stream=is_stream)
                 stack.callback(register_probe(self.model.get_submodule(at.module), at.side, look).remove)
 
             for name, unit in self.units.items():
@@ -160,8 +160,10 @@ class Observer:
                     for reader, moments in found.readers.items():
                         hook(reader, see_reader, moments=moments, name=reader, level=0)
                 elif writer:
-                    probe(writer.source, found.channels[0])
-                    probe(writer.target, found.stream, is_stream=True)
+                    # A convolution in an FFN has kernel 1 and reads a map or tokens.
+                    is_map = isinstance(self.model.get_submodule(writer.layer), nn.Conv2d)
+                    probe(writer.source, found.channels[0], is_map)
+                    probe(writer.target, found.stream, is_map, is_stream=True)
                     for at, moments in zip(self._tokens(unit), (found.queries, found.keys), strict=False):
                         probe(at, moments)
                 else:
@@ -170,7 +172,9 @@ class Observer:
             for batch in Progress(batches, 'Layers of the teacher', disable=not progress):
                 calls.clear()
                 self.run(self.model, self.images.store.get(str(batch)), batch)
-        for name, found in observed.items():
-            if not all(part.is_finite() for part in (*found.channels, found.stream, found.queries, found.keys)):
+        # A value that is not finite reaches the maps last.
+        for name, found in sorted(observed.items(), key=lambda item: self.units[item[0]].maps):
+            parts = *found.channels, found.stream, found.queries, found.keys, *found.readers.values()
+            if not all(part.is_finite() for part in parts):
                 raise ConversionError(f'{name}: its input or output is NaN or infinite; check weights and images')
         return observed

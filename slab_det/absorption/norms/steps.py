@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slab_det.absorption.absorption_report import NormAbsorption
-from slab_det.absorption.pair import Pair
+from slab_det.absorption.norms.pair import Pair
 from slab_det.absorption.probes import Probe
 from slab_det.absorption.regression import Split, diagonal_fit
 from slab_det.absorption.tokens import apply_to_columns, sample_patches, sample_rows, sample_tokens

@@ -1,0 +1,1 @@
+"""Absorbs LayerNorms, block by block, into the layers that read them."""
