@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
@@ -15,7 +16,6 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox2roi
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
-from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from slab_det.checkpoints import build_detector
@@ -23,26 +23,32 @@ from slab_det.common.errors import ConversionError
 from slab_det.common.modes import evaluating
 from slab_det.common.tensors import tensors_in
 
-# Boxes per image on which RoI heads are compared.
-NUM_PROPOSALS = 100
-# The weight of loss_features; the other losses have weight 1.
-FEATURE_WEIGHT = 5.0
+# Boxes per image on which box heads are compared, and surest detections per image on which mask heads are.
+NUM_PROPOSALS, NUM_DETECTIONS = 128, 6
+# Weights of the losses whose weight is not 1.
+FEATURE_WEIGHT, CLASS_WEIGHT, MASK_WEIGHT = 5.0, 3.0, 3.0
+# The weight of a box without an object beside one with an object, which has the weight 1.
+BACKGROUND = 0.1
 
 
 class Distillation:
-    """Losses that compare a student with its teacher.
+    """Losses that compare a student with its teacher: more where the teacher is surer that there is an object.
 
-    The error of outputs s of the student against outputs t of the teacher is ``sum (s - t)^2 / sum t^2``: 0 where they
-    are equal, 1 where s is zero. Each loss is the mean error of its tensors:
+    Logits are compared by the divergence of the student's probabilities q from the teacher's p, ``KL(p, q)``, other
+    outputs s and t by the error ``sum w (s - t)^2 / sum w t^2``. Each is 0 where student and teacher are equal.
 
-    - ``loss_features``: the feature maps that ``extract_feat`` returns. Absent if they lost channels: a map that lost
-      some holds combinations of the teacher's channels, which the heads read otherwise.
-    - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.
-    - ``loss_roi``: logits and deltas of a StandardRoIHead, or of each stage of a CascadeRoIHead, on the teacher's
-      proposals, and masks on 100 proposals.
+    - ``loss_features``: the error of the feature maps that ``extract_feat`` returns, with w = 1. Absent if they lost
+      channels: a map that lost some holds combinations of the teacher's channels, which the heads read otherwise.
+    - ``loss_dense``: the divergence of the logits of the RPN or of a dense head, over the sum of p, which is the number
+      of objects that the teacher sees; and ``loss_dense_boxes``: the error of its other outputs, where w of a position
+      is its highest p.
+    - ``loss_roi``: on the teacher's proposals, the divergence of the classes of each stage of the box heads, and
+      ``loss_roi_boxes``: the error of their deltas, with the probability of an object as w.
+    - ``loss_masks``: the divergence of the masks of the teacher's surest detections, for their classes, weighted by
+      their scores.
 
-    Other heads, such as DETR's, are not compared. Heads of the student run in eval mode, because some return other
-    outputs in training mode.
+    RoI heads are compared if they are a StandardRoIHead or a CascadeRoIHead; other heads, such as DETR's, are not.
+    Heads of the student run in eval mode, because some return other outputs in training mode.
 
     Args:
         teacher: A detector; it is set to eval mode and gets no gradient.
@@ -74,7 +80,8 @@ class Distillation:
             targets = teacher.extract_feat(images)
         losses, name = {}, _find_dense_head(teacher)
         if all(map_.shape == target.shape for map_, target in zip(features, targets, strict=True)):
-            losses['loss_features'] = FEATURE_WEIGHT * mean_relative_error(features, targets)
+            errors = [_weighted_error([map_], [target], [1.0]) for map_, target in zip(features, targets, strict=True)]
+            losses['loss_features'] = FEATURE_WEIGHT * torch.stack(errors).mean()
         elif name is None:
             raise ConversionError(
                 f'{type(teacher).__name__}: the feature maps of student and teacher have different channels, and its '
@@ -85,39 +92,28 @@ class Distillation:
                 wanted = getattr(teacher, name)(targets)
             head = getattr(student, name)
             with evaluating(head):
-                losses['loss_dense'] = mean_relative_error(head(features), wanted)
+                losses.update(_compare_dense(head(features), wanted))
         if name == 'rpn_head' and _find_stages(getattr(teacher, 'roi_head', None)):
+            metas = [sample.metainfo for sample in samples]
             with torch.no_grad():
-                metas = [sample.metainfo for sample in samples]
                 proposals = teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
                 # Sorted by score. All proposals would cost more than the rest of both detectors.
                 proposals = [found[:NUM_PROPOSALS] for found in proposals]
-                wanted = _roi_outputs(teacher.roi_head, targets, proposals)
             with evaluating(student.roi_head):
-                outputs = _roi_outputs(student.roi_head, features, proposals)
-            losses['loss_roi'] = mean_relative_error(outputs, wanted)
+                losses.update(_compare_boxes(teacher.roi_head, targets, student.roi_head, features, proposals))
+                if teacher.roi_head.with_mask:
+                    with torch.no_grad():
+                        found = teacher.roi_head.predict_bbox(
+                            targets, metas, proposals, teacher.roi_head.test_cfg, rescale=False
+                        )
+                        found = [part[:NUM_DETECTIONS] for part in found]
+                    losses.update(_compare_masks(teacher.roi_head, targets, student.roi_head, features, found))
         return losses
 
     def __deepcopy__(self, memo: dict) -> Distillation:
         # The teacher is not trained: copies of a student, such as EMAHook's, share it. So it moves to the student that
         # computes a loss, and not with each copy that moves.
         return self
-
-
-def mean_relative_error(outputs: object, targets: object) -> Tensor:
-    """The mean of ``sum (s - t)^2 / sum t^2``, in float32 at least, over tensors in tuples, lists and dicts."""
-    outputs, targets = tensors_in(outputs), tensors_in(targets)
-    errors = []
-    for output, target in zip(outputs, targets, strict=True):
-        if target.numel():
-            # A sum of squares overflows half precision.
-            output, target = (t if t.dtype == torch.float64 else t.float() for t in (output, target))
-            smallest = torch.finfo(target.dtype).tiny
-            errors.append((output - target).square().sum() / target.square().sum().clamp(min=smallest))
-    if errors:
-        return torch.stack(errors).mean()
-    # Without proposals all tensors are empty. Their sum is 0 and keeps the graph that DDP needs.
-    return sum(output.sum() for output in outputs)
 
 
 @MODELS.register_module()
@@ -186,15 +182,81 @@ def _find_stages(head: nn.Module | None) -> list[tuple[int, ...]]:
     return [(stage,) for stage in range(head.num_stages)] if type(head) is CascadeRoIHead else []
 
 
-def _roi_outputs(
-    head: StandardRoIHead | CascadeRoIHead, features: Sequence[Tensor], proposals: list[InstanceData]
-) -> list[Tensor]:
-    outputs, rois = [], bbox2roi([found.bboxes for found in proposals])
-    # StandardRoIHead.forward would take the first 100 boxes, all from the first image.
-    surest = bbox2roi([found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals])
-    for stage in _find_stages(head):
-        boxes = head._bbox_forward(*stage, features, rois)
-        outputs += [boxes['cls_score'], boxes['bbox_pred']]
-        if head.with_mask:
-            outputs.append(head._mask_forward(*stage, features, surest)['mask_preds'])
-    return outputs
+def _compare_dense(outputs: Sequence, targets: Sequence) -> dict[str, Tensor]:
+    """``loss_dense`` and ``loss_dense_boxes`` of the outputs of a dense head: the logits of each level come first."""
+    (logits, *others), (wanted, *rest) = map(_maps_of, (outputs, targets))
+    weights = [target.sigmoid() for target in wanted]
+    divergence = sum(_bernoulli_divergence(*pair).sum() for pair in zip(logits, wanted, strict=True))
+    losses = dict(loss_dense=divergence / sum(p.sum() for p in weights))
+    if others:
+        weights = [p.amax(1, keepdim=True) for p in weights]
+        errors = [_weighted_error(*maps, weights) for maps in zip(others, rest, strict=True)]
+        losses['loss_dense_boxes'] = torch.stack(errors).mean()
+    return losses
+
+
+def _maps_of(outputs: Sequence) -> list[list[Tensor]]:
+    """The maps of each kind of output of a dense head, without kinds that it leaves out."""
+    kinds = ([*map(_in_float, tensors_in(kind))] for kind in outputs)
+    return [maps for maps in kinds if maps]
+
+
+def _compare_boxes(
+    teacher: nn.Module, targets: Sequence[Tensor], student: nn.Module, features: Sequence[Tensor], boxes: list
+) -> dict[str, Tensor]:
+    """``loss_roi`` and ``loss_roi_boxes``; see :class:`Distillation`."""
+    rois, divergences, errors = bbox2roi([found.bboxes for found in boxes]), [], []
+    for stage in _find_stages(teacher):
+        with torch.no_grad():
+            wanted = teacher._bbox_forward(*stage, targets, rois)
+            p = _in_float(wanted['cls_score']).softmax(1)
+        found = student._bbox_forward(*stage, features, rois)
+        objects = 1 - p[:, -1]
+        weight = BACKGROUND + (1 - BACKGROUND) * objects
+        logs = p.clamp(min=torch.finfo(p.dtype).tiny).log() - _in_float(found['cls_score']).log_softmax(1)
+        # Without proposals all tensors are empty. Their sum is 0 and keeps the graph that DDP needs.
+        divergences.append((weight * (p * logs).sum(1)).sum() / weight.sum().clamp(min=BACKGROUND))
+        errors.append(_weighted_error([found['bbox_pred']], [wanted['bbox_pred']], [objects[:, None]]))
+    loss = CLASS_WEIGHT * torch.stack(divergences).mean()
+    return dict(loss_roi=loss, loss_roi_boxes=torch.stack(errors).mean())
+
+
+def _compare_masks(
+    teacher: nn.Module, targets: Sequence[Tensor], student: nn.Module, features: Sequence[Tensor], found: list
+) -> dict[str, Tensor]:
+    """``loss_masks``; see :class:`Distillation`."""
+    rois = bbox2roi([part.bboxes for part in found])
+    labels, scores = (torch.cat([part[key] for part in found]) for key in ('labels', 'scores'))
+    losses = []
+    for stage in _find_stages(teacher):
+        with torch.no_grad():
+            wanted = teacher._mask_forward(*stage, targets, rois)['mask_preds']
+        masks = student._mask_forward(*stage, features, rois)['mask_preds']
+        # A head that does not tell classes apart has one mask.
+        some = torch.arange(len(labels), device=labels.device), labels if masks.shape[1] > 1 else 0 * labels
+        divergence = _bernoulli_divergence(_in_float(masks[some]), _in_float(wanted[some])).mean((1, 2))
+        weight = _in_float(scores)
+        losses.append((weight * divergence).sum() / weight.sum().clamp(min=BACKGROUND))
+    return dict(loss_masks=MASK_WEIGHT * torch.stack(losses).mean())
+
+
+def _bernoulli_divergence(logits: Tensor, target: Tensor) -> Tensor:
+    """``KL(p, q)`` of each element, with the probabilities p and q of the target's and of these logits."""
+    p = target.sigmoid()
+    # BCE - entropy, in logits.
+    return F.softplus(logits) - F.softplus(target) - p * (logits - target)
+
+
+def _weighted_error(outputs: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor | float]) -> Tensor:
+    """``sum w (s - t)^2 / sum w t^2`` over tensors."""
+    error = square = 0.0
+    for output, target, weight in zip(outputs, targets, weights, strict=True):
+        target = _in_float(target)
+        error = error + (weight * (_in_float(output) - target).square()).sum()
+        square = square + (weight * target.square()).sum()
+    return error / square.clamp(min=torch.finfo(square.dtype).tiny)
+
+
+def _in_float(tensor: Tensor) -> Tensor:
+    """In float32 at least: sums of squares overflow half precision."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -11,18 +11,23 @@ from conftest import CONFIGS, SMALL_SWIN, as_trained, randomize, small_mmdet_cfg
 from mmdet.apis import DetInferencer
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
+from mmdet.structures.bbox import bbox2roi
 from mmengine.config import Config
 from mmengine.runner import Runner
+from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 import slab_det
 from slab_det.checkpoints import build_detector
 from slab_det.common.errors import CheckpointError, ConversionError
 from slab_det.conversion import write_tune_config
-from slab_det.conversion.distill import NUM_PROPOSALS, Distillation
+from slab_det.conversion.distill import NUM_DETECTIONS, NUM_PROPOSALS, Distillation
 from slab_det.fusion import save_fused
 from slab_det.fusion.channels import find_channels
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
+
+# Of a Mask R-CNN.
+LOSSES = {'loss_features', 'loss_dense', 'loss_dense_boxes', 'loss_roi', 'loss_roi_boxes', 'loss_masks'}
 
 
 def describe_images(images):
@@ -30,32 +35,58 @@ def describe_images(images):
     return [DetDataSample(metainfo=shapes) for _ in images]
 
 
-def relative(outputs, targets):
-    return sum((s - t).pow(2).sum() / t.pow(2).sum() for s, t in zip(outputs, targets, strict=True)) / len(outputs)
+def relative(outputs, targets, weight=1.0):
+    return (weight * (outputs - targets).pow(2)).sum() / (weight * targets.pow(2)).sum()
 
 
-def test_losses_compare_features_rpn_and_roi_head_on_the_teachers_boxes(small_detector):
+def divergence(outputs, targets):
+    """Of logits of independent classes."""
+    return kl_divergence(Bernoulli(logits=targets), Bernoulli(logits=outputs))
+
+
+def compare_classes(outputs, targets):
+    """The divergence of classes of boxes, where the surest background counts a tenth of a sure object."""
+    weight = 0.1 + 0.9 * (1 - targets.softmax(1)[:, -1])
+    return (weight * kl_divergence(Categorical(logits=targets), Categorical(logits=outputs))).sum() / weight.sum()
+
+
+def test_losses_compare_features_rpn_and_roi_head_where_the_teacher_sees_objects(small_detector):
     teacher, student = small_detector(seed=0), small_detector(seed=1)
     teacher.rpn_head.test_cfg.update(nms_pre=300, max_per_img=300)
+    teacher.roi_head.test_cfg.score_thr = 0.0
     images = torch.randn(2, 3, 64, 96)
     samples = describe_images(images)
     with torch.no_grad():
         s, t = student.extract_feat(images), teacher.extract_feat(images)
         proposals = [found[:NUM_PROPOSALS] for found in teacher.rpn_head.predict(t, samples, rescale=False)]
-        dense = [[x for kind in model.rpn_head(maps) for x in kind] for model, maps in ((student, s), (teacher, t))]
-        assert [len(found) for found in proposals] == [NUM_PROPOSALS] * 2, 'more boxes than masks'
-        few = [found[: NUM_PROPOSALS // 2] for found in proposals]
-        roi = [
-            [
-                *model.roi_head.forward(maps, proposals, samples)[:2],
-                # Image by image, as forward would mask each alone.
-                torch.cat([model.roi_head.forward([m[i : i + 1] for m in maps], few[i : i + 1])[2] for i in range(2)]),
-            ]
+        assert [len(found) for found in proposals] == [NUM_PROPOSALS] * 2
+        (own_logits, own_deltas), (logits, deltas) = student.rpn_head(s), teacher.rpn_head(t)
+        rois = bbox2roi([found.bboxes for found in proposals])
+        own, wanted = (model.roi_head._bbox_forward(maps, rois) for model, maps in ((student, s), (teacher, t)))
+        metas = [sample.metainfo for sample in samples]
+        found = teacher.roi_head.predict_bbox(t, metas, proposals, teacher.roi_head.test_cfg)
+        found = [part[:NUM_DETECTIONS] for part in found]
+        assert [len(part) for part in found] == [NUM_DETECTIONS] * 2
+        rois, labels = bbox2roi([part.bboxes for part in found]), torch.cat([part.labels for part in found])
+        own_masks, masks = (
+            model.roi_head._mask_forward(maps, rois)['mask_preds'][range(len(labels)), labels]
             for model, maps in ((student, s), (teacher, t))
-        ]
+        )
+        scores = torch.cat([part.scores for part in found])
         losses = Distillation(teacher)(student, s, images, samples)
-    assert len(roi[0]) == 3
-    expected = dict(loss_features=5 * relative(s, t), loss_dense=relative(*dense), loss_roi=relative(*roi))
+    objects = sum(x.sigmoid().sum() for x in logits)
+    positions = [
+        x.sigmoid().amax(1, keepdim=True).expand(-1, y.shape[1], -1, -1) for x, y in zip(logits, deltas, strict=True)
+    ]
+    flat = [torch.cat([x.flatten() for x in maps]) for maps in (own_deltas, deltas, positions)]
+    expected = dict(
+        loss_features=5 * sum(map(relative, s, t)) / len(t),
+        loss_dense=sum(map(torch.sum, map(divergence, own_logits, logits))) / objects,
+        loss_dense_boxes=relative(*flat),
+        loss_roi=3 * compare_classes(own['cls_score'], wanted['cls_score']),
+        loss_roi_boxes=relative(own['bbox_pred'], wanted['bbox_pred'], 1 - wanted['cls_score'].softmax(1)[:, -1:]),
+        loss_masks=3 * (scores * divergence(own_masks, masks).mean((1, 2))).sum() / scores.sum(),
+    )
     torch.testing.assert_close(losses, expected)
 
 
@@ -116,7 +147,7 @@ def test_a_run_with_labels_writes_checkpoints_of_the_fused_config(absorbed, whol
     for name, parameter in whole_run.model.named_parameters():
         assert rates[id(parameter)] == pytest.approx(lowest * (1 if name.startswith('backbone') else 10)), name
     logged = whole_run.message_hub.log_scalars
-    assert {'train/loss_features', 'train/loss_dense', 'train/loss_roi', 'train/loss_rpn_cls'} <= logged.keys()
+    assert {'train/loss_rpn_cls', *(f'train/{name}' for name in LOSSES)} <= logged.keys()
     teacher = whole_run.model.distillation.teacher
     assert not any(part.training for part in teacher.modules())
     assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())
@@ -206,9 +237,14 @@ def test_each_stage_of_a_cascade_is_compared():
         student.roi_head.bbox_head[stage].fc_cls.bias.data *= 2
         with torch.no_grad():
             losses = Distillation(teacher)(student, student.extract_feat(images), images, describe_images(images))
-        # Twice the logits: an error of 1 in one of six outputs.
-        torch.testing.assert_close(losses['loss_roi'], torch.tensor(1 / 6), rtol=1e-5, atol=1e-6)
-        assert losses['loss_features'] == losses['loss_dense'] == 0
+            maps = teacher.extract_feat(images)
+            found = teacher.rpn_head.predict(maps, describe_images(images), rescale=False)
+            logits = teacher.roi_head._bbox_forward(stage, maps, bbox2roi([found[0].bboxes[:NUM_PROPOSALS]]))[
+                'cls_score'
+            ]
+        # One stage of three has twice the logits.
+        torch.testing.assert_close(losses.pop('loss_roi'), compare_classes(2 * logits, logits))
+        assert not any(losses.values()) and {'loss_features', 'loss_dense', 'loss_roi_boxes'} < losses.keys()
 
 
 def test_a_student_that_can_be_compared_in_nothing_is_refused(small_detector):
@@ -224,7 +260,7 @@ def test_without_a_task_loss_no_labels_are_read(absorbed):
     model = MODELS.build(dict(cfg.model, task_weight=0.0)).train()
     images = torch.randn(1, 3, 64, 64)
     losses = model(images, describe_images(images), mode='loss')
-    assert losses.keys() == {'loss_features', 'loss_dense', 'loss_roi'}
+    assert losses.keys() == LOSSES
     assert sum(losses.values()).requires_grad
     # With drop-path 0.5 the two losses would differ.
     torch.testing.assert_close(model(images, describe_images(images), mode='loss'), losses)
@@ -265,7 +301,7 @@ def test_tuning_on_unlabelled_images_drops_everything_that_reads_labels(absorbed
     runner.train()
     logged = runner.message_hub.log_scalars
     losses = {key.removeprefix('train/') for key in logged if 'loss_' in key}
-    assert losses == {'loss_features', 'loss_dense', 'loss_roi'}
+    assert losses == LOSSES
     last = build_detector(Config.fromfile(fused_config), str(tmp_path / 'tuned/iter_2.pth'))
     assert last.dataset_meta == dict(classes=('a', 'b', 'c', 'd'))
 

@@ -120,7 +120,7 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     assert layer_norms(student) == STAY
     assert 'on pictures: slab-det train ' in result.out
     tune, losses = run_printed_command(result.out, call)
-    assert losses == {'loss_features', 'loss_dense', 'loss_roi'}
+    assert {'loss_features', 'loss_dense', 'loss_roi'} < losses and not any('rpn' in name for name in losses)
     last = build_detector(Config.fromfile('fused_config.py'), 'tuned/iter_2.pth')
     assert last.dataset_meta == student.dataset_meta == dict(classes=('a', 'b', 'c', 'd'))
     weights = (model.backbone.stages[0].blocks[0].ffn.layers[0][0].weight for model in (last, student))
