@@ -17,6 +17,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks import cpu_forms, gpu, int8, quickstart, runtimes
 from benchmarks.absorb import ruler, size
 from benchmarks.absorb.table import absorption_table, students_table
@@ -138,15 +140,22 @@ def absorbed_summary() -> str:
     return '\n'.join([*lines[:3], *lines[6:8]])
 
 
-def channels_ap_table(title: str) -> str:
-    """AP of the Faster R-CNN on BCCD with fewer channels."""
+def channels_ap_table() -> str:
+    """AP of Faster R-CNNs on BCCD with fewer channels, a value for each seed."""
     rows = load('absorb_bccd_600').rows
-    (teacher,) = (row for row in rows if row['name'] == 'teacher')
-    lines = [('all, the teacher', '', f'{100 * teacher["AP"]:.1f}')]
-    lines += [
-        (f'{row["share"]:.2f}', f'{row["agreement"]:.3f}', f'{100 * row["AP"]:.1f}') for row in rows if 'share' in row
-    ]
-    return format_table(('multiply-adds left', 'agreement', title), lines)
+    lines = []
+    for name in dict.fromkeys(row['name'] for row in rows if row['name'] == 'teacher' or 'share' in row):
+        found = sorted((row for row in rows if row['name'] == name), key=lambda row: row['seed'])
+        shares, kept = ([row.get(key) for row in found] for key in ('share', 'retained'))
+        lines.append(
+            (
+                'all, the teacher' if name == 'teacher' else name.replace('channels', '`--channels') + '`',
+                ', '.join(f'{share:.2f}' for share in shares if share is not None),
+                ', '.join(f'{share:.3f}' for share in kept if share is not None),
+                ', '.join(f'{100 * row["AP"]:.1f}' for row in found),
+            )
+        )
+    return format_table(('', 'multiply-adds left', 'ruler', 'box AP'), lines)
 
 
 def ablation_table() -> str:
@@ -257,7 +266,7 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (LATENCY, 'channels'): Block(['runtimes_epyc'], lambda: runtimes.channels_table(load('runtimes_epyc').rows)),
     (LATENCY, 'gpu'): Block(['gpu'], partial(gpu_table, 'detectors', is_shown)),
     (ABSORB, 'students'): Block(['absorb_hard_1600'], lambda: students_table(load('absorb_hard_1600').rows)),
-    (ABSORB, 'channels'): Block(['absorb_bccd_600'], partial(channels_ap_table, 'BCCD, box AP')),
+    (ABSORB, 'channels'): Block(['ruler'], lambda: ruler.channels_table(load('ruler').rows)),
     (ABSORB, 'norms'): Block([*ABSORBED.values()], absorbed_summary),
     (NORMS, 'norms'): Block([f'norms_{name}-norms-2000' for name in ('bccd', 'dsb2018')], norms_table),
     (NORMS, 'training'): Block(['training_cost_cpu', 'gpu'], training_summary),
@@ -267,7 +276,7 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (BENCHMARKS, 'ruler'): Block(['ruler'], lambda: ruler.summary_table(load('ruler').rows)),
     (BENCHMARKS, 'students'): Block(['ruler'], lambda: ruler.students_table(load('ruler').rows)),
     (BENCHMARKS, 'prices'): Block(['ruler'], lambda: ruler.prices_table(load('ruler').rows)),
-    (BENCHMARKS, 'channels'): Block(['absorb_bccd_600'], partial(channels_ap_table, 'box AP')),
+    (BENCHMARKS, 'channels'): Block(['absorb_bccd_600'], channels_ap_table),
     (BENCHMARKS, 'ablation'): Block(['absorb_ablation_bccd', 'absorb_ablation_dsb2018'], ablation_table),
     (BENCHMARKS, 'size'): Block(['absorb_size'], lambda: size.table(load('absorb_size'))),
     (BENCHMARKS, 'ffn'): Block(['ffn_bccd-norms-600', 'ffn_dsb2018-norms'], ffn_table),
@@ -510,6 +519,29 @@ def benchmarks_sentences() -> list[Sentence]:
     ]
 
 
+def absorb_sentences() -> list[Sentence]:
+    found = ruler.students(load('ruler').rows)
+    errors, same = ([row[key] - row['kept'] for row in found] for key in ('retained', 'found_again'))
+    root, other = (np.sqrt(np.mean(np.square(values))) for values in (errors, same))
+    return [
+        Sentence(
+            'by at most {} AP',
+            [f'{max(row["loss"] - row["expected"] for row in found):.1f}'],
+        ),
+        Sentence(
+            'On {} students of {} teachers its error was {} (rms; {} to {}), and {} with the same images as the truth.',
+            [
+                str(len(found)),
+                str(len({row['teacher'] for row in found})),
+                f'{root:.3f}',
+                f'{min(errors):+.3f}',
+                f'{max(errors):+.3f}',
+                f'{other:.3f}',
+            ],
+        ),
+    ]
+
+
 def train_sentences() -> list[Sentence]:
     summary = load('interruptions').setting['summary']
     return [Sentence('({} of {} kills,', [str(summary['equal_to_the_last_bit']), str(summary['kills'])])]
@@ -519,6 +551,7 @@ SENTENCES: dict[Path, Callable[[], list[Sentence]]] = {
     README: readme_sentences,
     LATENCY: latency_sentences,
     NORMS: norms_sentences,
+    ABSORB: absorb_sentences,
     DEPLOY: int8_sentences,
     TRAIN: train_sentences,
     BENCHMARKS: benchmarks_sentences,

@@ -194,6 +194,22 @@ def prices_table(rows: Sequence[dict]) -> str:
     return format_table([*titles, 'its box AP', *titles[3:]], lines)
 
 
+def channels_table(rows: Sequence[dict]) -> str:
+    """AP of the students of every teacher by measured prices: mask and box AP, or box AP alone."""
+    found = {(row['teacher'], row['name']): row for row in rows}
+    teachers = [teacher for teacher, name in found if name == 'teacher']
+
+    def cell(teacher: str, name: str) -> str:
+        aps = [found[teacher, name].get(key) for key in ('AP', 'box_AP')]
+        return ', '.join(f'{100 * ap:.1f}' for ap in aps if ap is not None)
+
+    lines = [['all, the teacher', *(cell(teacher, 'teacher') for teacher in teachers)]]
+    for share in EVERYWHERE:
+        name = f'{BY_PRICES}, {share:g} of the multiply-adds'
+        lines.append([f'{share:.2f}', *(cell(teacher, name) for teacher in teachers)])
+    return format_table(['multiply-adds left', *teachers], lines)
+
+
 @styled
 def draw(rows: Sequence[dict], path: Path) -> None:
     """Draws both estimates over the AP that students retain."""
