@@ -73,10 +73,11 @@ class Pair:
         release_memory()
         yield from range(self.images.count)
 
-    def run_teacher(self, batch: int, *probes: Probe) -> list[Tensor]:
-        """The teacher's tensors."""
+    def run_teacher(self, batch: int, probe: Probe) -> Tensor:
+        """The teacher's tensor."""
         # No fit changes the teacher's output.
-        return self.teacher.run(batch, self._block, probes, self._finish(self.teacher, batch))
+        (found,) = self.teacher.run(batch, self._block, [probe], self._finish(self.teacher, batch))
+        return found
 
     def run_student(self, batch: int, *probes: Probe) -> list[Tensor]:
         """The student's tensors."""

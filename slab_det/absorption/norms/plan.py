@@ -10,7 +10,7 @@ from torch import nn
 
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.images import Images
-from slab_det.absorption.norms.steps import NormStep, WriterStep
+from slab_det.absorption.norms.steps import NormStep, Step, WriterStep
 from slab_det.absorption.norms.walk import find_reads
 from slab_det.absorption.probes import (
     Forward,
@@ -28,8 +28,6 @@ from slab_det.fusion.folding import apply_fold, check_fusible, containers_of, jo
 from slab_det.fusion.fusion_report import NormFusion
 from slab_det.norms import named_norms
 from slab_det.norms.folds import find_hooks, find_rule
-
-LayerStep = NormStep | WriterStep
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class NormPlan:
     features: Callable[[nn.Module], Forward]
     fusions: dict[str, NormFusion]
     reasons: dict[str, str]
-    blocks: dict[str, list[LayerStep]]
+    blocks: dict[str, list[Step]]
 
     @property
     def absorbed(self) -> list[str]:
@@ -88,7 +86,10 @@ def plan_norms(model: nn.Module, images: Images, norms: str | Collection[str], i
     """
     _check_absorbable(model)
     writers = find_writers(model)
-    steps: list[LayerStep] = [NormStep(name=name) for name, _ in named_norms(model, nn.LayerNorm)]
+    steps: list[Step] = [
+        NormStep(name=name, source=Probe(name, 'input'), target=Probe(name, 'output'))
+        for name, _ in named_norms(model, nn.LayerNorm)
+    ]
     steps += [WriterStep(name=writer.layer, source=writer.source, target=writer.target) for writer in writers]
     features = find_features(model, writers)
     probes = [probe for step in steps for probe in (step.source, step.target, Probe(step.name, 'output'))]
@@ -120,13 +121,13 @@ def _find_folds(
     return fusions, reasons
 
 
-def _plan_blocks(model: nn.Module, calls: list[Probe], steps: Sequence[LayerStep]) -> dict[str, list[LayerStep]]:
+def _plan_blocks(model: nn.Module, calls: list[Probe], steps: Sequence[Step]) -> dict[str, list[Step]]:
     """The steps of each block in the order of the forward: of norms by their input, of writers by the stream behind."""
     steps = [step for step in steps if not (isinstance(step, WriterStep) and is_shared(model, step.name, calls))]
     # Writers first: a norm that reads the stream is fitted after the layer that writes it.
     reached = [(step.target, step) for step in steps if isinstance(step, WriterStep)]
     reached += [(step.source, step) for step in steps if not isinstance(step, WriterStep)]
-    blocks: dict[str, list[LayerStep]] = {}
+    blocks: dict[str, list[Step]] = {}
     # A module that a forward calls twice has more than one stream.
     for probe in (probe for probe in calls if calls.count(probe) == 1):
         for step in (step for at, step in reached if at == probe):
@@ -175,7 +176,7 @@ def _find_branch(model: nn.Module, name: str) -> str:
     return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
 
 
-def _has_returned(model: nn.Module, writer: WriterStep, later: Iterable[LayerStep], calls: list[Probe]) -> bool:
+def _has_returned(model: nn.Module, writer: WriterStep, later: Iterable[Step], calls: list[Probe]) -> bool:
     """Whether the branch of a writer returns before its stream is reached and before later steps read their inputs.
 
     Then the branch, such as an attention, need not run again for later steps; see :class:`slab_det.fusion.Write`.

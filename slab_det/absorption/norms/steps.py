@@ -22,11 +22,15 @@ class Step(ABC):
 
     Attributes:
         name: The norm or layer to fit.
+        source: Its input.
+        target: What is fitted: the output of a norm, the residual stream behind a layer or the layer's own output.
         finishes: Name of the module whose output no later step changes, so that it can be stored: the block, a branch
             of it such as an attention, or ''.
     """
 
     name: str
+    source: Probe
+    target: Probe
     finishes: str = ''
 
     @abstractmethod
@@ -38,18 +42,10 @@ class Step(ABC):
 class NormStep(Step):
     """Replaces a LayerNorm by an affine map of its input, in the layers that read it."""
 
-    @property
-    def source(self) -> Probe:
-        return Probe(self.name, 'input')
-
-    @property
-    def target(self) -> Probe:
-        return Probe(self.name, 'output')
-
     def fit(self, pair: Pair) -> None:
         moments = pair.empty_moments()
         for batch in pair.batches():
-            (target,) = pair.run_teacher(batch, self.target)
+            target = pair.run_teacher(batch, self.target)
             (source,) = pair.run_student(batch, self.source)
             moments.add(batch, *sample_tokens(source, target))
             # Frees the memory for the next forwards.
@@ -63,15 +59,7 @@ class NormStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class WriterStep(Step):
-    """Fits a layer so that the student's stream approaches the teacher's.
-
-    Attributes:
-        source: The input of the layer.
-        target: The stream behind the layer, or its own output.
-    """
-
-    source: Probe
-    target: Probe
+    """Fits a layer so that the student's stream approaches the teacher's."""
 
     def fit(self, pair: Pair) -> None:
         if not pair.differs():
@@ -81,7 +69,7 @@ class WriterStep(Step):
         fits_own_output = self.target == Probe(self.name, 'output')
         probes = [self.source] if fits_own_output else [self.source, self.target]
         for batch in pair.batches():
-            (target,) = pair.run_teacher(batch, self.target)
+            target = pair.run_teacher(batch, self.target)
             if self.name in pair.maps:
                 target = target[:, pair.maps[self.name]]
             found = pair.run_student(batch, *probes)
