@@ -143,6 +143,11 @@ def format_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return '\n'.join(lines)
 
 
+def format_digits(value: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f'{value:.0f}' if value >= 1000 else f'{value:.3g}'
+
+
 def format_ratio(ratio: float, quartiles: Sequence[float]) -> str:
     """A ratio of times with its quartiles, such as '0.82 (0.80 to 0.85)'."""
     low, high = quartiles

@@ -19,6 +19,7 @@ from matplotlib.ticker import PercentFormatter
 from pycocotools import mask as coco_mask
 
 from slab_det.common.errors import ComparisonError
+from slab_det.common.record import format_digits
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import retained_ap
 from slab_det.measure.figure import COLOURS, INK, WIDTH, styled
@@ -65,7 +66,7 @@ def loss_figure(content: Mapping) -> Figure:
     high = max(1 - 0.15 * (low - 1), *(1.01 * entry['retained_ap'] for entry in entries))
     right = 1.06 * max(max(*entry['quartiles'], entry['ratio']) for entry in entries)
     axes.set(ylabel='AP retained', xlim=(0, right), ylim=(low, high))
-    axes.set_xlabel(f'time for an image; the original detector, of {base["median_ms"]:.3g} ms: 1')
+    axes.set_xlabel(f'time for an image; the original detector, of {format_digits(base["median_ms"])} ms: 1')
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     # The original detector is compared with nothing.
     most = max((entry['detections'] for entry in entries if entry is not base), default=base['detections'])

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from slab_det.common.errors import DeploymentError
-from slab_det.common.record import SCHEMA, Record, format_ratio, format_table, to_json
+from slab_det.common.record import SCHEMA, Record, format_digits, format_ratio, format_table, to_json
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import FEW_DETECTIONS
 from slab_det.inference.folder import FILE, is_folder, read_folder
@@ -60,7 +60,7 @@ class OptimizationReport(Record):
             if self.content['not_measured'] or unsure:
                 lines = ['No faster form was found in the time; the same command goes on.']
         else:
-            before, after = (_digits(ratio * base['median_ms']) for ratio in (1, best['ratio']))
+            before, after = (format_digits(ratio * base['median_ms']) for ratio in (1, best['ratio']))
             lines = [
                 f'**{best["title"]}** takes {_ratio(best)} of the time of the detector in eager PyTorch: {after} ms '
                 f'for an image instead of {before} ms.',
@@ -116,7 +116,7 @@ class OptimizationReport(Record):
             title += f' ({few})' if few else ''
             low, high = entry['loss_range']
             loss = '–' if is_base else f'{entry["expected_loss"]:.2f} ({low:.2f} to {high:.2f})'
-            row = [title, _digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
+            row = [title, format_digits(entry['ratio'] * base_ms), '1' if is_base else _ratio(entry)]
             row += ['–' if is_base else f'{entry["retained_ap"]:.1%}', loss]
             row += [format_ap(entry['ap'], kind) for kind in kinds]
             memory = '–' if entry['memory_mb'] is None else f'{entry["memory_mb"]:.0f} MB'
@@ -157,11 +157,6 @@ class OptimizationReport(Record):
 
     def lines(self) -> list[str]:
         return [self.verdict(), '', self.table(), '', *(f'- {note}' for note in self.notes())]
-
-
-def _digits(value: float) -> str:
-    """Three digits, or all of a larger number."""
-    return f'{value:.0f}' if value >= 1000 else f'{value:.3g}'
 
 
 def _ratio(entry: Mapping) -> str:
