@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import cpu_forms, gpu, int8, quickstart, runtimes
+from benchmarks import cpu_forms, gpu, int8, optimize, quickstart, runtimes
 from benchmarks.absorb import ruler, size
 from benchmarks.absorb.table import absorption_table, students_table
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
@@ -264,6 +264,7 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (LATENCY, 'cpu'): Block(['runtimes'], partial(runtimes_table, 'runtimes', shown=is_shown)),
     (LATENCY, 'processors'): Block(PROCESSORS, runtimes.ratios_table),
     (LATENCY, 'channels'): Block(['runtimes_epyc'], lambda: runtimes.channels_table(load('runtimes_epyc').rows)),
+    (DEPLOY, 'full size'): Block(['optimize_full'], lambda: optimize.table(load('optimize_full').rows)),
     (LATENCY, 'gpu'): Block(['gpu'], partial(gpu_table, 'detectors', is_shown)),
     (ABSORB, 'students'): Block(['absorb_hard_1600'], lambda: students_table(load('absorb_hard_1600').rows)),
     (ABSORB, 'channels'): Block(['ruler'], lambda: ruler.channels_table(load('ruler').rows)),
