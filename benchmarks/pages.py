@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import cpu_forms, gpu, int8, optimize, quickstart, runtimes
 from benchmarks.absorb import ruler, size
-from benchmarks.absorb.table import absorption_table, students_table
+from benchmarks.absorb.table import absorption_table, students_table, tuned_table
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.common.record import NOT_RECORDED, format_table
@@ -268,6 +268,7 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (LATENCY, 'gpu'): Block(['gpu'], partial(gpu_table, 'detectors', is_shown)),
     (ABSORB, 'students'): Block(['absorb_hard_1600'], lambda: students_table(load('absorb_hard_1600').rows)),
     (ABSORB, 'channels'): Block(['ruler'], lambda: ruler.channels_table(load('ruler').rows)),
+    (ABSORB, 'tuned'): Block(['absorb_hard_700'], lambda: tuned_table(load('absorb_hard_700').rows)),
     (ABSORB, 'norms'): Block([*ABSORBED.values()], absorbed_summary),
     (NORMS, 'norms'): Block([f'norms_{name}-norms-2000' for name in ('bccd', 'dsb2018')], norms_table),
     (NORMS, 'training'): Block(['training_cost_cpu', 'gpu'], training_summary),

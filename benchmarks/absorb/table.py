@@ -59,6 +59,7 @@ def _difference(rows: list[dict], way: str) -> str:
     return f'{spread(differences, "{:+.1f}").partition(" ")[0]} {t_interval(differences)}'
 
 
+APS = ('mask AP', 'box AP')
 # Way of benchmarks/absorb/run.py: label in the table of students.
 STUDENTS = {
     'teacher': 'LayerNorm, the teacher',
@@ -94,3 +95,20 @@ def students_table(rows: list[dict]) -> str:
             minus = _difference(rows, way) if len(found) == len(SEEDS) and way != 'teacher' else '–'
             cells.append([label, *(', '.join(column) or '–' for column in values), minus])
     return format_table(['', *titles.values(), f'mask AP {MINUS}'], cells)
+
+
+def tuned_table(rows: list[dict]) -> str:
+    """Mask and box AP of students of one seed, in closed form and after a fine-tune without labels."""
+    found = {row['name']: row for row in rows}
+
+    def cells(name: str) -> list[str]:
+        return [f'{100 * found[name][key]:.1f}' if name in found else '–' for key in ('AP', 'box_AP')]
+
+    lines = [['the teacher', '', *cells('teacher'), '–', '–']]
+    for name, row in found.items():
+        if 'share' in row:
+            label = f'`--{name}`'
+            lines.append([label, f'{row["share"]:.2f}', *cells(name), *cells(f'{name}, tuned without labels')])
+    lines.append(['`--channels 1 --norms remove`', '', *cells('all gone'), *cells('tuned without labels')])
+    tuned = 'after the fine-tune: {}'
+    return format_table(['', 'multiply-adds left', *(text.format(ap) for text in ('{}', tuned) for ap in APS)], lines)
