@@ -1,6 +1,6 @@
-# The short training of a detector whose norms slab_det.absorb removed, beside its teacher. It counts iterations: how
-# many are needed depends on how far the student is from its teacher, not on the size of the data set. Rates are for
-# batches of 4 images.
+# The short training of a detector that slab_det.absorb made, beside its teacher. It counts iterations: how many are
+# needed depends on how far the student is from its teacher, not on the size of the data set. Rates are for batches of 4
+# images.
 max_iters = 150
 train_cfg = dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=max_iters)
 optim_wrapper = dict(
