@@ -216,7 +216,11 @@ def _compare_boxes(
         logs = p.clamp(min=torch.finfo(p.dtype).tiny).log() - _in_float(found['cls_score']).log_softmax(1)
         # Without proposals all tensors are empty. Their sum is 0 and keeps the graph that DDP needs.
         divergences.append((weight * (p * logs).sum(1)).sum() / weight.sum().clamp(min=BACKGROUND))
-        errors.append(_weighted_error([found['bbox_pred']], [wanted['bbox_pred']], [objects[:, None]]))
+        # A head may predict buckets beside deltas, also by sides of a box.
+        own, deltas = tensors_in(found['bbox_pred']), tensors_in(wanted['bbox_pred'])
+        weights = [objects.repeat_interleave(len(part) // max(1, len(objects))) for part in deltas]
+        weights = [w.reshape(-1, *[1] * (part.ndim - 1)) for w, part in zip(weights, deltas, strict=True)]
+        errors.append(_weighted_error(own, deltas, weights))
     loss = CLASS_WEIGHT * torch.stack(divergences).mean()
     return dict(loss_roi=loss, loss_roi_boxes=torch.stack(errors).mean())
 

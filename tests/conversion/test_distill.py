@@ -7,7 +7,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, SMALL_SWIN, as_trained, randomize, small_mmdet_cfg
+from conftest import CONFIGS, SMALL_SWIN, as_trained, build_detector_cfg, randomize, small_mmdet_cfg
 from mmdet.apis import DetInferencer
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -245,6 +245,21 @@ def test_each_stage_of_a_cascade_is_compared():
         # One stage of three has twice the logits.
         torch.testing.assert_close(losses.pop('loss_roi'), compare_classes(2 * logits, logits))
         assert not any(losses.values()) and {'loss_features', 'loss_dense', 'loss_roi_boxes'} < losses.keys()
+
+
+def test_a_box_head_may_predict_more_than_deltas():
+    cfg = build_detector_cfg('faster_rcnn')
+    sabl = Config.fromstring("_base_ = ['mmdet::sabl/sabl-faster-rcnn_r50_fpn_1x_coco.py']", '.py').model
+    widths = ('cls_in_channels', 'reg_in_channels', 'reg_offset_out_channels', 'reg_cls_out_channels')
+    cfg.roi_head.bbox_head = sabl.roi_head.bbox_head
+    cfg.roi_head.bbox_head.update(dict.fromkeys(widths, cfg.neck.out_channels), num_classes=3)
+    teacher = as_trained(MODELS.build(cfg))
+    student, images = copy.deepcopy(teacher), torch.randn(1, 3, 64, 96)
+    losses = Distillation(teacher)(student, student.extract_feat(images), images, describe_images(images))
+    assert {'loss_roi', 'loss_roi_boxes'} < losses.keys() and all(abs(x) < 1e-5 for x in losses.values())
+    student.roi_head.bbox_head.fc_reg_cls.weight.data *= 2
+    losses = Distillation(teacher)(student, student.extract_feat(images), images, describe_images(images))
+    assert losses['loss_roi_boxes'] > 1e-3 and losses['loss_roi_boxes'].isfinite()
 
 
 def test_a_student_that_can_be_compared_in_nothing_is_refused(small_detector):
