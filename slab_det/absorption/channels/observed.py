@@ -97,11 +97,13 @@ class Observer:
         """Whether absorption runs the layers of a unit, those of a backbone once."""
         if not unit.name.startswith(backbone_prefix(self.model)):
             return self.family is not None
-        streams = [self.writers[name] for name in unit.readers if name in self.writers]
+        if unit.reason:
+            return True
+        writers = [self.writers[name] for name in unit.readers if name in self.writers]
+        if not writers or any(is_shared(self.model, writer.layer, calls) for writer in writers):
+            return False
         # A module that a forward calls twice has more than one stream.
-        once = (*self._tokens(unit), *(writer.target for writer in streams))
-        shared = any(is_shared(self.model, writer.layer, calls) for writer in streams)
-        return bool(unit.reason) or bool(streams) and not shared and all(calls.count(at) == 1 for at in once)
+        return all(calls.count(at) == 1 for at in (*self._tokens(unit), *(writer.target for writer in writers)))
 
     def run(self, model: nn.Module, image: Tensor, batch: int) -> None:
         """Runs a copy of the teacher as far as its channels can go: heads at the regions that the teacher found."""

@@ -75,7 +75,7 @@ def prune_channels(
 
 
 def with_outputs(inputs: CrossMoments, layers: Sequence[nn.Module]) -> CrossMoments:
-    """Returns the sums with the outputs of some layers, which are affine in their common inputs, as the target.
+    """Returns the sums over inputs x, (C,), with the outputs y, (C_y,), of layers that all read x as the target.
 
     The outputs are without their biases, and the sums about zero, unless each output has a bias that can be fitted.
     """

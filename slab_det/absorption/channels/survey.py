@@ -148,6 +148,10 @@ class Survey:
         Within a family the estimates order the channels well, but the same estimated loss costs far more AP in a box
         head than in an RPN. Prices are kept in a file of ``work_dir``. Where there are too few detections to tell, the
         estimates stay the prices.
+
+        Args:
+            judge: Compares drafts with the teacher.
+            work_dir: Folder of the file; an interrupted call goes on with the families that are left.
         """
         digest = teacher_digest(self.observer.model, self.observer.images)
         digest.update(repr(self.observer.int8).encode())
