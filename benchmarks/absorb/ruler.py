@@ -42,8 +42,7 @@ from slab_det.measure.figure import COLOURS, WIDTH, save_figure, styled
 from slab_det.common.record import format_table
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.common.copying import copy_module
-from slab_det.common.modes import set_mode
+from slab_det.common.modules import copy_module, set_mode
 
 # What the name of a group of channels begins with, by family.
 FAMILIES = {

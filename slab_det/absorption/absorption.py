@@ -21,9 +21,8 @@ from slab_det.absorption.images import read_images
 from slab_det.absorption.norms.blocks import absorb_norms
 from slab_det.absorption.norms.plan import NormPlan, plan_norms
 from slab_det.backbones.adopt import adopt
-from slab_det.common.copying import copy_module
 from slab_det.common.errors import ComparisonError, ConversionError
-from slab_det.common.modes import is_deployed, set_mode
+from slab_det.common.modules import copy_module, is_deployed, set_mode
 from slab_det.fusion.folding import past_report
 from slab_det.fusion.fusion_report import FusionReport
 

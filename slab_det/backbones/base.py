@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slab_det.attention import SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block
 from slab_det.checkpoints import check_state_dict, load_pretrained
-from slab_det.common.modes import set_mode
+from slab_det.common.modules import set_mode
 from slab_det.norms import named_offline_norms
 
 

@@ -17,7 +17,7 @@ from slab_det.attention.geometry import resize_table
 from slab_det.backbones.arguments import PerStage, check_whole, count_stages, find_attention
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
-from slab_det.common.modes import set_mode
+from slab_det.common.modules import set_mode
 from slab_det.norms.folds import Fold
 
 

@@ -52,8 +52,8 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import image_loader, read_config
     from slab_det.common.errors import SlabDetError
     from slab_det.common.files import check_writable, whole_file
+    from slab_det.common.modules import input_channels
     from slab_det.common.numbers import check_size
-    from slab_det.compare.features import input_channels
     from slab_det.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
     from slab_det.export.onnx_file import OPSETS
     from slab_det.export.parity import SIZES

@@ -21,8 +21,8 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, read_config
+    from slab_det.common.modules import input_channels
     from slab_det.common.numbers import check_size
-    from slab_det.compare.features import input_channels
     from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
     from slab_det.norms import named_offline_norms
 

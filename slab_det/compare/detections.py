@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slab_det.common.batches import one_pass, prepare_inputs
 from slab_det.common.errors import ComparisonError
-from slab_det.common.modes import evaluating
+from slab_det.common.modules import evaluating
 
 
 @dataclass(frozen=True)

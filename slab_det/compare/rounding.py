@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slab_det.common.copying import copy_module
+from slab_det.common.modules import copy_module
 from slab_det.common.tensors import HALF_PRECISIONS, map_tensors, tensors_in
 from slab_det.compare.difference import rms_difference
 

@@ -12,9 +12,8 @@ from mmdet.registry import MODELS
 from torch import nn
 
 from slab_det.backbones.adopt import adopt
-from slab_det.common.copying import copy_module
 from slab_det.common.errors import ConversionError
-from slab_det.common.modes import is_deployed
+from slab_det.common.modules import copy_module, is_deployed
 from slab_det.common.record import Record
 from slab_det.fusion.folding import reason_to_keep, replace_module
 from slab_det.norms import OfflineNorm, PRepBN, check_norm_weights, named_norms

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slab_det.checkpoints import build_detector
 from slab_det.common.errors import ConversionError
-from slab_det.common.modes import evaluating
+from slab_det.common.modules import evaluating
 from slab_det.common.tensors import tensors_in
 
 # Boxes per image on which box heads are compared, and surest detections per image on which mask heads are.

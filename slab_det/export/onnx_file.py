@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import slab_det
-from slab_det.common.copying import copy_module
 from slab_det.common.errors import ExportError
 from slab_det.common.files import whole_file
-from slab_det.common.modes import is_deployed
+from slab_det.common.modules import copy_module, input_channels, is_deployed
 from slab_det.common.pipeline import inference_steps
 from slab_det.common.record import describe_code, to_plain
 from slab_det.common.tensors import check_finite
-from slab_det.compare.features import input_channels
 from slab_det.export.backbones import make_size_free
 from slab_det.export.detector import BackboneGraph, DetectorGraph
 from slab_det.export.extras import import_extra

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.backbones.adopt import adopt, why_not_adopted
 from slab_det.checkpoints import check_state_dict
-from slab_det.common.copying import copy_module
 from slab_det.common.errors import SlabDetError, name_some
+from slab_det.common.modules import copy_module
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.fusion_report import FusionReport, NormFusion
 from slab_det.fusion.mmdet_rules import find_output_reader

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from slab_det.backbones.adopt import adopt
 from slab_det.common.batches import check_batch, check_batches
-from slab_det.common.copying import copy_module
+from slab_det.common.modules import copy_module, extract_features
 from slab_det.common.tensors import check_finite
 from slab_det.compare.difference import Comparison, accepted_difference, relative_difference
-from slab_det.compare.features import extract_features
 from slab_det.fusion.folding import FusionError, apply_folds
 
 # Rounding in float64 is 2e-9 of rounding in float32. Where rounding in float32 moves the outputs by less than 5 %, ten

@@ -10,9 +10,8 @@ from slab_det.backbones.adopt import adopt
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.patch_merging import deployed_merging
 from slab_det.backbones.replacements import replace_layers
-from slab_det.common.copying import copy_module
 from slab_det.common.errors import DeploymentError
-from slab_det.common.modes import is_deployed
+from slab_det.common.modules import copy_module, is_deployed
 from slab_det.common.tensors import HALF_PRECISIONS, check_finite
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.families.deformable import deployed_deformable

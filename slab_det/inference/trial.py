@@ -11,11 +11,10 @@ from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.common.copying import copy_module
 from slab_det.common.errors import DeploymentError, name_some
+from slab_det.common.modules import copy_module, extract_features, input_channels
 from slab_det.common.tensors import HALF_PRECISIONS, tensors_in
 from slab_det.compare.difference import Comparison, accepted_difference, rms_difference
-from slab_det.compare.features import extract_features, input_channels
 from slab_det.compare.kernels import REMEDY, find_wrong_layers
 from slab_det.compare.rounding import explain_rounding
 

@@ -9,7 +9,7 @@ from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
 from torch import nn
 
-from slab_det.common.modes import evaluating
+from slab_det.common.modules import evaluating
 from slab_det.measure.report_file import ap_from_metrics
 from slab_det.runtime.registries import enter_scope
 

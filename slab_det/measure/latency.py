@@ -17,10 +17,9 @@ from torch import nn
 
 from slab_det.common.errors import SlabDetError
 from slab_det.common.memory import keeps_freed_memory
-from slab_det.common.modes import is_deployed
+from slab_det.common.modules import input_channels, is_deployed
 from slab_det.common.numbers import check_size, check_threads
 from slab_det.common.record import Record, describe_environment, format_ratio, format_table
-from slab_det.compare.features import input_channels
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.machine import find_device
 from slab_det.measure.cost import ModelCost, measure_cost

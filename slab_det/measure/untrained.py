@@ -5,7 +5,7 @@ from mmdet.models.dense_heads import RPNHead
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from torch import nn
 
-from slab_det.compare.features import input_channels
+from slab_det.common.modules import input_channels
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.recalibration.fixed_point import recalibrate
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slab_det.common.batches import prepare_inputs
 from slab_det.common.distributed import raise_on_all_ranks
 from slab_det.common.errors import SlabDetError
-from slab_det.common.modes import evaluating
+from slab_det.common.modules import evaluating
 from slab_det.common.progress import Progress
 
 

@@ -26,9 +26,9 @@ from slab_det.absorption.channels.observed import Observed, Observer
 from slab_det.absorption.channels.pruning import prune_channels, with_outputs
 from slab_det.absorption.digest import teacher_digest
 from slab_det.absorption.images import HELD_OUT, WHOLE, is_held_out
-from slab_det.common.copying import copy_module
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.files import whole_file
+from slab_det.common.modules import copy_module
 from slab_det.common.progress import Progress
 from slab_det.compare.ruler import FEW_DETECTIONS, RetainedAP
 from slab_det.fusion.channels import ChannelUnit, output_parameters
