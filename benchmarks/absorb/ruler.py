@@ -35,6 +35,7 @@ from slab_det.absorption.channels.observed import Observer
 from slab_det.absorption.channels.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
+from slab_det.common.modules import copy_module, set_mode
 from slab_det.compare.detections import detect
 from slab_det.compare.ruler import retained_ap
 from slab_det.measure.evaluate import evaluate
@@ -42,7 +43,6 @@ from slab_det.measure.figure import COLOURS, WIDTH, save_figure, styled
 from slab_det.common.record import format_table
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
-from slab_det.common.modules import copy_module, set_mode
 
 # What the name of a group of channels begins with, by family.
 FAMILIES = {

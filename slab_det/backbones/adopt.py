@@ -1,4 +1,8 @@
-"""adopt: turns mmdet's Swin and PVT blocks into slab_det's, which hold the same layers under the same names."""
+"""Replaces layers of a model, in place.
+
+:func:`adopt` turns mmdet's Swin and PVT blocks into slab_det's, which hold the same layers under the same names;
+:func:`replace_layers` puts in what a function makes of each layer, as deploying and exporting do.
+"""
 
 from __future__ import annotations
 
@@ -162,3 +166,16 @@ _MAKERS: dict[type[nn.Module], Callable] = {
     MmdetPatchMerging: _own_merging,
 }
 _PART_MAKERS = {**_MAKERS, FFN: _own_ffn, MixFFN: _own_ffn}
+
+
+def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replaces each submodule by the layer that ``replacement`` returns, in place; None keeps the submodule.
+
+    A layer with hooks stays: its replacement would not call them.
+    """
+    for name, child in module.named_children():
+        new = None if any(map(find_hooks, child.modules())) else replacement(child)
+        if new is None:
+            replace_layers(child, replacement)
+        else:
+            setattr(module, name, new.train(child.training))

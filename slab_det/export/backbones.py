@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
+from mmcv.cnn import Linear
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.layers import PatchEmbed
 from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.attention.window_index import WindowIndex
-from slab_det.backbones.adopt import adopt, why_not_adopted
-from slab_det.backbones.blocks import LinearFFN, PatchMerging
-from slab_det.backbones.patch_merging import deployed_merging
-from slab_det.backbones.replacements import is_plain_linear, replace_layers
+from slab_det.backbones.adopt import adopt, replace_layers, why_not_adopted
+from slab_det.backbones.blocks import LinearFFN, PatchMerging, deployed_merging
 from slab_det.common.errors import ExportError
 
 
@@ -34,8 +33,10 @@ class RowsLinear(nn.Linear):
 
 
 def _rows_linear(layer: nn.Module) -> RowsLinear | None:
-    """The :class:`RowsLinear` of a plain linear layer; None for every other layer."""
-    return RowsLinear(layer) if is_plain_linear(layer) else None
+    """The :class:`RowsLinear` of a linear layer; None for every other layer."""
+    # Exact classes: a subclass may compute its weight, or add something.
+    is_plain = type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters
+    return RowsLinear(layer) if is_plain else None
 
 
 def make_size_free(model: nn.Module) -> None:

@@ -6,10 +6,9 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from slab_det.backbones.adopt import adopt
+from slab_det.backbones.adopt import adopt, replace_layers
 from slab_det.backbones.base import Backbone
-from slab_det.backbones.patch_merging import deployed_merging
-from slab_det.backbones.replacements import replace_layers
+from slab_det.backbones.blocks import deployed_merging
 from slab_det.common.errors import DeploymentError
 from slab_det.common.modules import copy_module, is_deployed
 from slab_det.common.tensors import HALF_PRECISIONS, check_finite

@@ -23,8 +23,7 @@ from torch import nn
 
 import slab_det
 from slab_det.attention import SoftmaxWindowAttention
-from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
-from slab_det.backbones.patch_merging import DeployedPatchMerging
+from slab_det.backbones.blocks import Block, DeployedPatchMerging, LinearFFN, PatchMerging
 from slab_det.common.errors import DeploymentError
 from slab_det.inference.cpu import winograd
 from slab_det.inference.cpu.roi_align import DeployedRoIAlign

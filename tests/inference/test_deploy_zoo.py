@@ -12,7 +12,7 @@ from mmengine.config import Config
 from zoo import ZOO, shrunk, zoo_cfg
 
 import slab_det
-from slab_det.backbones.replacements import replace_layers
+from slab_det.backbones.adopt import replace_layers
 from slab_det.checkpoints import build_detector
 from slab_det.common.errors import DeploymentError
 from slab_det.export import ExportError, build_graph

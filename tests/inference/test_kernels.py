@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slab_det.backbones.adopt import replace_layers
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
-from slab_det.backbones.replacements import replace_layers
 from slab_det.families import Frame, deformable, find_family
 from slab_det.families.deformable import deployed_deformable, sample_maps
 from slab_det.families.masks import paste_masks

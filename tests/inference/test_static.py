@@ -8,7 +8,7 @@ import pytest
 import torch
 from graph_cases import CONFIGS, QUERIES, SEGMENTERS, EagerOperators, build, noise
 
-from slab_det.backbones.replacements import replace_layers
+from slab_det.backbones.adopt import replace_layers
 from slab_det.families import Unsupported
 from slab_det.families.deformable import deployed_deformable
 from slab_det.families.masks import enlarge_masks, paste_masks
