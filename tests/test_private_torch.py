@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slab_det
 from slab_det.common.errors import DeploymentError
-from slab_det.compare.rounding import RoundedArithmetic
+from slab_det.compare.difference import RoundedArithmetic
 from slab_det.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.families.layers import linear_relu
 from slab_det.fusion.folding import LIVE_NORMS

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from slab_det.measure.scopes import SCOPES
+from slab_det.measure import SCOPES
 from slab_det.runtimes import precisions
 
 

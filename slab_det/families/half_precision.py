@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from slab_det.common.errors import DeploymentError
 from slab_det.common.tensors import HALF_PRECISIONS
-from slab_det.compare.rounding import RoundedArithmetic, round_weights
+from slab_det.compare.difference import RoundedArithmetic, round_weights
 from slab_det.families.deformable import SizedPixelDecoder, samples_here
 from slab_det.norms.base import at_least_float32
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from slab_det.common.errors import DeploymentError, name_some
 from slab_det.common.modules import copy_module, extract_features, input_channels
 from slab_det.common.tensors import HALF_PRECISIONS, tensors_in
-from slab_det.compare.difference import Comparison, accepted_difference, rms_difference
+from slab_det.compare.difference import Comparison, accepted_difference, explain_rounding, rms_difference
 from slab_det.compare.kernels import REMEDY, find_wrong_layers
-from slab_det.compare.rounding import explain_rounding
 
 # Multiples of 64, as some necks need; a hundredth of the pixels of a COCO image.
 TRIAL_SIZE = (64, 128)

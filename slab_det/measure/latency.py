@@ -22,8 +22,8 @@ from slab_det.common.numbers import check_size, check_threads
 from slab_det.common.record import Record, describe_environment, format_ratio, format_table
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.machine import find_device
+from slab_det.measure import SCOPES
 from slab_det.measure.cost import ModelCost, measure_cost
-from slab_det.measure.scopes import SCOPES
 from slab_det.measure.timer import compare_times, time_in_turns
 from slab_det.runtimes import precisions
 
@@ -33,7 +33,7 @@ class LatencyResult(Record):
     """Latency of one model in milliseconds per image at batch 1, and the conditions of the measurement.
 
     Attributes:
-        scope: One of :data:`slab_det.measure.scopes.SCOPES`.
+        scope: One of :data:`slab_det.measure.SCOPES`.
         timed: The work inside the timed region, in words.
         size, warmup, rounds: Arguments of :func:`measure_latency`.
         image: File name of the input, or 'seeded noise'.
@@ -95,7 +95,7 @@ def measure_latency(
             pads the image; for a model without data_preprocessor, to a multiple of 32.
         rounds: Timed rounds.
         warmup: Untimed rounds before the timed ones.
-        scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see :data:`slab_det.measure.scopes.SCOPES`.
+        scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see :data:`slab_det.measure.SCOPES`.
         device: 'cpu', 'cuda' or 'cuda:N'.
         dtype: 'float32', or 'float16' or 'bfloat16' for autocast. A model in half precision or from slab_det.deploy
             ignores it and keeps its dtype.

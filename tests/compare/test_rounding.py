@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slab_det.compare.difference import rms_difference
-from slab_det.compare.rounding import explain_rounding, run_rounded
+from slab_det.compare.difference import explain_rounding, rms_difference, run_rounded
 
 
 def rounded(x, dtype):
