@@ -23,8 +23,7 @@ from slab_det.absorption.norms.plan import NormPlan, plan_norms
 from slab_det.backbones.adopt import adopt
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.modules import copy_module, is_deployed, set_mode
-from slab_det.fusion.folding import past_report
-from slab_det.fusion.fusion_report import FusionReport
+from slab_det.fusion.folding import FusionReport, past_report
 
 # Least share of the AP that the student of channels='auto' retains; with less, a warning is given.
 LEAST_RETAINED_AP = 0.99

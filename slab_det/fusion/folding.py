@@ -1,10 +1,12 @@
-"""fuse: folds the norms of a detector into its linear layers, exact to rounding."""
+"""fuse: folds the norms of a detector into its linear layers, exact to rounding, and reports what became of each."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,8 @@ from slab_det.backbones.adopt import adopt, why_not_adopted
 from slab_det.checkpoints import check_state_dict
 from slab_det.common.errors import SlabDetError, name_some
 from slab_det.common.modules import copy_module
+from slab_det.common.record import Record
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
-from slab_det.fusion.fusion_report import FusionReport, NormFusion
 from slab_det.fusion.mmdet_rules import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
 from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, find_hooks, find_rule
@@ -23,10 +25,78 @@ from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, find_hooks, fi
 LIBRARY_RULES.update(timm='slab_det.fusion.timm_rules', mmpretrain='slab_det.fusion.mmpretrain_rules')
 # Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.
 LIVE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
 
 
 class FusionError(SlabDetError):
     """A model that cannot be fused exactly."""
+
+
+@dataclass(frozen=True)
+class NormFusion(Record):
+    """Outcome of the fusion of one norm.
+
+    Attributes:
+        norm: Dotted name of the norm in the model.
+        kind: Class of the norm.
+        outcome: 'folded' into linear layers exactly; 'absorbed' into them by a fit (:func:`slab_det.absorb`); 'affine',
+            replaced by one multiply-add; or 'kept', unchanged.
+        into: Names of the layers that the norm was folded into.
+        side: 'input' or 'output': the side of these layers on which the norm was.
+        reason: Why the norm was not folded, or ''.
+    """
+
+    norm: str
+    kind: str
+    outcome: Literal['folded', 'absorbed', 'affine', 'kept']
+    into: tuple[str, ...] = ()
+    side: Side = 'input'
+    reason: str = ''
+
+    def __post_init__(self) -> None:
+        # A config holds a list.
+        object.__setattr__(self, 'into', tuple(self.into))
+
+    def to_dict(self) -> dict[str, str | list[str]]:
+        """The attributes that differ from their defaults."""
+        values = {**vars(self), 'into': [*self.into]}
+        return {name: value for name, value in values.items() if value not in ('', 'input', [])}
+
+
+@dataclass
+class FusionReport(Record):
+    """Outcomes of all norms, in the order of the model's modules.
+
+    Attributes:
+        norms: One entry for each norm.
+        channels: Number of hidden channels left in each unit that :func:`slab_det.absorb` pruned, by the name of the
+            unit: an FFN, an attention (the channels of q, of k and of v), or a layer of a head that writes them.
+    """
+
+    norms: list[NormFusion]
+    channels: dict[str, int] = field(default_factory=dict)
+
+    def select(self, outcome: str) -> list[NormFusion]:
+        """The norms with this outcome."""
+        return [norm for norm in self.norms if norm.outcome == outcome]
+
+    def to_dict(self) -> dict:
+        """The number of norms with each outcome, and every norm."""
+        channels = {'channels': self.channels} if self.channels else {}
+        return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **channels}
+
+    def lines(self) -> Iterator[str]:
+        counts = ', '.join(f'{count} {outcome}' for outcome, count in self._count().items())
+        yield f'{len(self.norms)} norms: {counts}'
+        for norm in self.norms:
+            if not norm.into:
+                yield f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}'
+        if self.channels:
+            yield f'hidden channels removed in {len(self.channels)} units'
+
+    def _count(self) -> dict[str, int]:
+        # 'absorbed' is left out at 0: only slab_det.absorb makes absorbed norms.
+        return {outcome: count for outcome in OUTCOMES if (count := len(self.select(outcome))) or outcome != 'absorbed'}
 
 
 def check_statistics(model: nn.Module, checkpoint: str) -> None:

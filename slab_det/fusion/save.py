@@ -21,8 +21,7 @@ from slab_det.common.config import (
     type_name,
 )
 from slab_det.fusion.channels import resize_channels
-from slab_det.fusion.folding import apply_folds
-from slab_det.fusion.fusion_report import NormFusion
+from slab_det.fusion.folding import NormFusion, apply_folds
 from slab_det.norms import set_gamma
 from slab_det.runtime.run_folder import save_with_config
 

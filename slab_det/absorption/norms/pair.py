@@ -13,7 +13,7 @@ from slab_det.absorption.norms.walk import Walk
 from slab_det.absorption.probes import Probe
 from slab_det.absorption.regression import Split
 from slab_det.common.memory import release_memory
-from slab_det.fusion.fusion_report import NormFusion
+from slab_det.fusion.folding import NormFusion
 
 
 class Pair:

@@ -24,8 +24,15 @@ from slab_det.absorption.probes import (
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
 from slab_det.common.errors import ConversionError
 from slab_det.common.modules import copy_module
-from slab_det.fusion.folding import apply_fold, check_fusible, containers_of, join_names, plan_folds, reason_to_keep
-from slab_det.fusion.fusion_report import NormFusion
+from slab_det.fusion.folding import (
+    NormFusion,
+    apply_fold,
+    check_fusible,
+    containers_of,
+    join_names,
+    plan_folds,
+    reason_to_keep,
+)
 from slab_det.norms import named_norms
 from slab_det.norms.folds import find_hooks, find_rule
 
