@@ -116,11 +116,6 @@ def drop_pretrained(model: dict) -> None:
         part.pop('pretrained', None)
 
 
-def import_slab_det(cfg: dict) -> None:
-    """Adds slab_det to the ``custom_imports`` of a config, in place, so that mmdet finds slab_det's classes."""
-    add_imports(cfg, 'slab_det')
-
-
 def add_imports(cfg: dict, *modules: str) -> None:
     """Puts modules before the others in the ``custom_imports`` of a config, in place."""
     imports = cfg.get('custom_imports', {}).get('imports', [])

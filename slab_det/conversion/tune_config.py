@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from slab_det.common.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
+from slab_det.common.config import add_imports, detector_config, drop_pretrained, to_values, type_name
 from slab_det.common.errors import ConversionError
 from slab_det.common.pipeline import inference_steps
 from slab_det.runtime import read_checkpoint
@@ -131,7 +131,8 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
     sampler = (values.get('train_dataloader') or {}).get('sampler')
     if sampler and type_name(sampler['type']) in samplers:
         values['train_dataloader']['sampler'] = dict(type=samplers[not by_epoch], shuffle=sampler.get('shuffle', True))
-    import_slab_det(values)
+    # mmdet finds slab_det's classes then.
+    add_imports(values, 'slab_det')
     values.update(load_from=_absolute(checkpoint), resume=False)
     values.pop('work_dir', None)
     return Config(values)

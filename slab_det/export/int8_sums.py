@@ -6,8 +6,7 @@ CPUs without VNNI instructions add two products of 8 bits in 16 bits: 2 * 255 * 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,17 +17,9 @@ SIDE = 64
 
 @lru_cache(None)
 def cuts_off_int8_sums(runtime: str) -> bool:
-    """Whether a runtime needs weights of 7 bits on this CPU."""
-    return cuts_off_sums(partial(find_start(runtime), threads=1, precision='f32'))
-
-
-def cuts_off_sums(load: Callable[[bytes], Callable[[np.ndarray], list[np.ndarray]]]) -> bool:
-    """Whether a runtime computes an int8 product of the largest values wrong on this machine.
-
-    Args:
-        load: Loads a file, and returns a function from its input to its outputs.
-    """
-    found = load(largest_product())(np.full((SIDE, SIDE), 255, np.float32))[0]
+    """Whether a runtime needs weights of 7 bits: whether it computes a product of largest int8 values wrong here."""
+    run = find_start(runtime)(largest_product(), threads=1, precision='f32')
+    found = run(np.full((SIDE, SIDE), 255, np.float32))[0]
     return not np.allclose(found, SIDE * 255 * 127, rtol=1e-3)
 
 

@@ -13,9 +13,9 @@ from torch import nn
 import slab_det
 from slab_det.backbones.adopt import adopt
 from slab_det.common.config import (
+    add_imports,
     detector_config,
     drop_pretrained,
-    import_slab_det,
     merge_changes,
     to_values,
     type_name,
@@ -82,7 +82,8 @@ def _fused_config(cfg: Config, folds: list[dict], channels: dict[str, int]) -> C
     values['model'] = dict(type='mmdet.FusedDetector', model=values['model'], folds=folds, backbone={})
     if channels:
         values['model']['channels'] = channels
-    import_slab_det(values)
+    # mmdet finds slab_det's classes then.
+    add_imports(values, 'slab_det')
     return Config(values)
 
 

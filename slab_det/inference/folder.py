@@ -97,13 +97,10 @@ def _find_missing(folder: Path, entry: dict, device: str) -> str:
     if absent:
         return f'the file {", ".join(absent)}, which is not there'
     missing = form.find_missing(device)
-    if not missing and entry.get('weight_bits') == 8 and _cuts_off_sums(form.runtime):
-        return f'a CPU with VNNI instructions: {form.runtime} cuts off its sums of int8 products on this one'
+    if not missing and entry.get('weight_bits') == 8:
+        # The import takes half a second, which PyTorch's forms do not need.
+        from slab_det.export.int8_sums import cuts_off_int8_sums
+
+        if cuts_off_int8_sums(form.runtime):
+            return f'a CPU with VNNI instructions: {form.runtime} cuts off its sums of int8 products on this one'
     return missing
-
-
-def _cuts_off_sums(runtime: str) -> bool:
-    # The import takes half a second, which PyTorch's forms do not need.
-    from slab_det.export.int8_sums import cuts_off_int8_sums
-
-    return cuts_off_int8_sums(runtime)
