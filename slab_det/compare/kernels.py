@@ -12,17 +12,14 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 
 import torch
-from mmcv.cnn.bricks import wrappers
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.common.errors import name_some
 from slab_det.common.tensors import HALF_PRECISIONS, map_tensors, tensors_in
+from slab_det.norms.folds import CONV, CONV_TRANSPOSE, LINEAR
 from slab_det.runtimes import find_row
 
-# mmcv's subclasses compute the same.
-PLAIN_CONVS = (nn.Conv2d, wrappers.Conv2d)
-PLAIN_LAYERS = (*PLAIN_CONVS, nn.ConvTranspose2d, wrappers.ConvTranspose2d, nn.Linear, wrappers.Linear)
 # Rounding the result is an error of at most half an eps; some kernels round partial sums too.
 MAX_EPS = 8
 REMEDY = (
@@ -63,8 +60,7 @@ def find_wrong_layers(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
     hooks = [
         layer.register_forward_hook(partial(check, name), with_kwargs=True)
         for name, layer in model.named_modules()
-        # Exactly these classes: a subclass may compute something else, or take other arguments.
-        if type(layer) in PLAIN_LAYERS and _is_half(layer._parameters.get('weight'))
+        if type(layer) in (*LINEAR, *CONV, *CONV_TRANSPOSE) and _is_half(layer._parameters.get('weight'))
     ]
     try:
         yield found
@@ -83,16 +79,16 @@ def warn_of_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
 
     Convolutions whose kernel is their stride are checked. None and float32 are neither slow nor wrong.
     """
-    weight, name = next(model.parameters(), None), str(dtype).removeprefix('torch.')
-    row = None if weight is None else find_row('eager', weight.device.type, name)
-    if row is None or name == 'float32':
+    weight, precision = next(model.parameters(), None), str(dtype).removeprefix('torch.')
+    row = None if weight is None else find_row('eager', weight.device.type, precision)
+    if row is None or precision == 'float32':
         return
     if not row.need.is_met():
-        _warn(f'{name} is slower than float32 on this machine, because it needs {row.need.name}')
+        _warn(f'{precision} is slower than float32 on this machine, because it needs {row.need.name}')
     wrong = [
         name
         for name, layer in model.named_modules()
-        if type(layer) in PLAIN_CONVS
+        if type(layer) in CONV
         and layer.weight.device.type == 'cpu'
         and layer.kernel_size == layer.stride != (1, 1)
         and _is_patch_conv_wrong(layer.in_channels, layer.out_channels, layer.groups, layer.kernel_size, dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from mmcv.cnn import Linear
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.layers import PatchEmbed
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from slab_det.attention.window_index import WindowIndex
 from slab_det.backbones.adopt import adopt, replace_layers, why_not_adopted
 from slab_det.backbones.blocks import LinearFFN, PatchMerging, deployed_merging
 from slab_det.common.errors import ExportError
+from slab_det.norms.folds import LINEAR
 
 
 class RowsLinear(nn.Linear):
@@ -34,9 +34,7 @@ class RowsLinear(nn.Linear):
 
 def _rows_linear(layer: nn.Module) -> RowsLinear | None:
     """The :class:`RowsLinear` of a linear layer; None for every other layer."""
-    # Exact classes: a subclass may compute its weight, or add something.
-    is_plain = type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters
-    return RowsLinear(layer) if is_plain else None
+    return RowsLinear(layer) if type(layer) in LINEAR and 'weight' in layer._parameters else None
 
 
 def make_size_free(model: nn.Module) -> None:

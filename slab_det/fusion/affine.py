@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 import torch
-from mmcv.cnn import Conv2d, Linear
 from torch import Tensor, nn
 
-from slab_det.norms.folds import CannotFold
+from slab_det.norms.folds import CONV, LINEAR, CannotFold
 
 Side: TypeAlias = Literal['input', 'output']
 
-# Only exact types: a subclass or a parametrization may compute its weight. mmcv's layers differ only on empty inputs.
-FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
+FOLDABLE_LAYERS = (*LINEAR, *CONV, nn.MultiheadAttention)
 # A packed in_proj has three thirds: q, k and v. For each part: its first third, and the third that follows the part.
 THIRDS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from mmcv.cnn import Conv2d, ConvTranspose2d, Linear
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
@@ -15,13 +14,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import slab_det.families  # noqa: F401 (registers the rules of heads)
 from slab_det.fusion.folding import FusionError, join_names
-from slab_det.norms.folds import CannotFold, Channels, find_hooks, find_rule
+from slab_det.norms.folds import CONV, CONV_TRANSPOSE, LINEAR, CannotFold, Channels, find_hooks, find_rule
 
 # Activations that act on each channel alone.
 ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)
-# Exact types, as in slab_det.fusion.affine, and the output projection of an nn.MultiheadAttention.
-LINEAR, CONV = (nn.Linear, Linear, NonDynamicallyQuantizableLinear), (nn.Conv2d, Conv2d)
-CONV_TRANSPOSE = nn.ConvTranspose2d, ConvTranspose2d
+# With the output projection of an nn.MultiheadAttention.
+LINEARS = (*LINEAR, NonDynamicallyQuantizableLinear)
 BATCH_NORM = nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm
 
 
@@ -126,7 +124,7 @@ def _is_apart(layer: nn.Module) -> bool:
 def output_parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """The parameters whose rows are the outputs of a layer; None for a layer of another kind."""
     names = ('in_proj_weight', 'in_proj_bias') if type(layer) is nn.MultiheadAttention else ('weight', 'bias')
-    kinds = *LINEAR, *CONV, *CONV_TRANSPOSE, nn.MultiheadAttention
+    kinds = *LINEARS, *CONV, *CONV_TRANSPOSE, nn.MultiheadAttention
     if type(layer) not in kinds or not {*names} <= layer._parameters.keys():
         return None
     weight, bias = map(layer._parameters.get, names)
@@ -174,7 +172,7 @@ def keep_channels(model: nn.Module, unit: ChannelUnit, stay: Tensor) -> None:
             layer.num_channels, layer.num_groups = len(rows), len(rows) // unit.group
         elif type(layer) in BATCH_NORM:
             layer.num_features = len(rows)
-        elif type(layer) in LINEAR:
+        elif type(layer) in LINEARS:
             layer.out_features = len(rows)
         elif type(layer) in (*CONV, *CONV_TRANSPOSE, SingleRoIExtractor):
             layer.out_channels = len(rows)
@@ -185,7 +183,7 @@ def keep_channels(model: nn.Module, unit: ChannelUnit, stay: Tensor) -> None:
         # A linear layer may read the map of a region, all positions of a channel one after another.
         columns = columns_of(stay, layer.weight.shape[side] // unit.count).to(layer.weight.device)
         _set_parameter(layer, 'weight', layer.weight.index_select(side, columns))
-        setattr(layer, 'in_features' if type(layer) in LINEAR else 'in_channels', len(columns))
+        setattr(layer, 'in_features' if type(layer) in LINEARS else 'in_channels', len(columns))
     if unit.tokens:
         model.get_submodule(unit.owner).keep_head_dims(len(stay) // unit.heads, rows)
 

@@ -7,9 +7,14 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from mmcv.cnn import Conv2d, ConvTranspose2d, Linear
 from torch import nn
 
 from slab_det.common.errors import SlabDetError
+
+# Layers that compute with their own weight and bias and nothing else. Exact types: a subclass or a parametrization may
+# compute its weight. mmcv's layers differ from PyTorch's on empty inputs alone.
+LINEAR, CONV, CONV_TRANSPOSE = (nn.Linear, Linear), (nn.Conv2d, Conv2d), (nn.ConvTranspose2d, ConvTranspose2d)
 
 
 class CannotFold(SlabDetError):  # noqa: N818 (it ends no program: fuse leaves the norm as one multiply-add)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.compare.kernels import PLAIN_CONVS
+from slab_det.norms.folds import CONV
 
 
 class PatchConv(nn.Module):
@@ -38,8 +38,7 @@ class PatchConv(nn.Module):
 
 def patch_conv(layer: nn.Module) -> PatchConv | None:
     """The :class:`PatchConv` of a layer, or None if the layer computes something else."""
-    # Exactly these classes: a subclass may compute its weight.
-    if type(layer) not in PLAIN_CONVS or layer.groups > 1 or layer.kernel_size == (1, 1):
+    if type(layer) not in CONV or layer.groups > 1 or layer.kernel_size == (1, 1):
         return None
     is_patches = layer.kernel_size == layer.stride and layer.padding in ((0, 0), 'valid') and layer.dilation == (1, 1)
     return PatchConv(layer) if is_patches else None
