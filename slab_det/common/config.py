@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType
 
 import mmengine.registry
@@ -14,7 +15,7 @@ from mmengine.config.lazy import LazyAttr, LazyObject
 from mmengine.registry import Registry
 from mmengine.utils import get_object_from_string
 
-from slab_det.common.errors import ConfigError
+from slab_det.common.errors import ConfigError, config_errors
 
 # Arguments of FusedDetector other than its model and the changes to it.
 FUSED_KEYS = ('type', 'folds', 'channels')
@@ -23,6 +24,16 @@ FUSED_KEYS = ('type', 'folds', 'channels')
 def type_name(kind: str | Callable) -> str:
     """Returns the bare name of a config's ``type``: 'MaskRCNN' for 'mmdet.MaskRCNN', 'MaskRCNN' and the class."""
     return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
+
+
+def open_config(config: str | Path | Config) -> Config:
+    """Reads a config, or returns it as it is; ConfigError if it is missing or cannot be read."""
+    if isinstance(config, Config):
+        return config
+    if not Path(config).is_file():
+        raise ConfigError(f'{config}: there is no such config; check its name')
+    with config_errors(str(config)):
+        return Config.fromfile(config)
 
 
 def to_values(cfg: Config) -> dict:

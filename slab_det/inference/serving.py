@@ -13,6 +13,7 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 from slab_det.checkpoints import build_detector
+from slab_det.common.config import open_config
 from slab_det.common.errors import ConfigError, DataError, DeploymentError, ExportError
 from slab_det.common.memory import keep_freed_memory
 from slab_det.common.numbers import check_threads
@@ -139,7 +140,7 @@ def load_detector(
             and ``threads``: PyTorch's forms then set the threads of the process, which they else leave as they are.
 
     Raises:
-        ConfigError: If the model cannot be built.
+        ConfigError: If the config cannot be read, or the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit.
         FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics; if
             the machine lacks what the form of a folder needs.
@@ -159,9 +160,7 @@ def load_detector(
         if name not in known:
             takes = ' and '.join(known) or 'none'
             raise ExportError(f'{name}= is not an option of the runtime {runtime}, which takes {takes}')
-    if not isinstance(config, Config) and not Path(config).is_file():
-        raise ConfigError(f'{config}: there is no such config; check its name')
-    cfg = config if isinstance(config, Config) else Config.fromfile(config)
+    cfg = open_config(config)
     if not RUNTIMES[runtime].module:
         model = build_detector(cfg, str(weights)).to(find_device(device))
         check_statistics(model, str(weights))

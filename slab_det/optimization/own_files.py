@@ -80,5 +80,5 @@ class OwnFiles:
             self._save()
 
     def _save(self) -> None:
-        with whole_file(self.folder / MARKER) as name:
-            name.write_text(''.join(f'{name}\n' for name in sorted(self.names)))
+        with whole_file(self.folder / MARKER) as marker:
+            marker.write_text(''.join(f'{name}\n' for name in sorted(self.names)))

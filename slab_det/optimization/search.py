@@ -13,7 +13,8 @@ from mmengine.config import Config
 from torch import nn
 
 from slab_det.checkpoints import build_detector
-from slab_det.common.errors import ComparisonError, ConfigError, DataError, SlabDetError, config_errors
+from slab_det.common.config import open_config
+from slab_det.common.errors import ComparisonError, DataError, SlabDetError
 from slab_det.common.files import check_writable, locked
 from slab_det.common.mute import mute_log
 from slab_det.common.numbers import check_threads
@@ -111,7 +112,7 @@ def optimize(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        cfg = config if isinstance(config, Config) else _read_config(config)
+        cfg = open_config(config)
         with mute_log():
             detector = build_detector(cfg, str(checkpoint))
             check_statistics(detector, str(checkpoint))
@@ -125,13 +126,6 @@ def optimize(
         raise SlabDetError(f'another program optimizes into {out}: wait for its end, or give another folder') from error
     finally:
         torch.set_num_threads(before)
-
-
-def _read_config(path: str | Path) -> Config:
-    if not Path(path).is_file():
-        raise ConfigError(f'{path}: there is no such config; check its name')
-    with config_errors(str(path)):
-        return Config.fromfile(path)
 
 
 class _Search:

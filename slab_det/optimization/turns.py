@@ -221,9 +221,7 @@ class Turns:
             self._fail(key, error)
 
     def _fail(self, key: str, reason: Exception | str) -> None:
-        if isinstance(reason, OSError):
-            raise reason
-        if key == BASE.key:
+        if isinstance(reason, OSError) or key == BASE.key:
             raise reason
         self.failed[key] = reason if isinstance(reason, str) else describe_reason(reason)
         self.served.pop(key, None)
