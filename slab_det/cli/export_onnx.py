@@ -1,10 +1,17 @@
 """Exports a fused detector to ONNX for images of any size, and compares the file with PyTorch."""
 
+from __future__ import annotations
+
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slab_det.cli import command
 from slab_det.runtimes import written_precisions
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,18 +83,10 @@ def main(args: argparse.Namespace) -> None:
         cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)
         loader = image_loader(cfg, args.num_images, folder=args.images)
         calibration = (batch['inputs'][0][None].float().numpy() for batch in loader)
-    sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
-    photographs = []
-    height, width = args.size or (800, 1333)
-    for path in args.check_images:
-        image = mmcv.imread(path) if Path(path).is_file() else None
-        if image is None:
-            raise SlabDetError(f'--check-images: {path} is not a readable image')
-        image = mmcv.imrescale(image, (max(height, width), min(height, width)))
-        photographs.append(image)
+    photographs = [_read_photograph(path, args.size or (800, 1333)) for path in args.check_images]
     detector = build_detector(read_config(args.config), args.checkpoint)
     channels = input_channels(detector)
-    images = random_images(sizes, channels)
+    images = random_images([*SIZES, *([tuple(args.size)] if args.size else [])], channels)
     for image in photographs:
         pixels = mmcv.bgr2gray(image, keepdim=True) if channels == 1 else image
         images.append(np.ascontiguousarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32))
@@ -101,6 +100,18 @@ def main(args: argparse.Namespace) -> None:
     if args.int8:
         nodes = quantize_onnx(args.out, int8, calibration, args.reduce_range or None)
         print(f'{len(nodes)} layers in int8, written to {int8}; slab-det test CONFIG {int8} measures its AP')
+
+
+def _read_photograph(path: str, size: Sequence[int]) -> np.ndarray:
+    """An image (H, W, 3) in BGR, as large as fits into ``size`` in either orientation."""
+    import mmcv
+
+    from slab_det.common.errors import SlabDetError
+
+    image = mmcv.imread(path) if Path(path).is_file() else None
+    if image is None:
+        raise SlabDetError(f'--check-images: {path} is not a readable image')
+    return mmcv.imrescale(image, (max(size), min(size)))
 
 
 if __name__ == '__main__':

@@ -80,8 +80,10 @@ def warn_of_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
     Convolutions whose kernel is their stride are checked. None and float32 are neither slow nor wrong.
     """
     weight, precision = next(model.parameters(), None), str(dtype).removeprefix('torch.')
-    row = None if weight is None else find_row('eager', weight.device.type, precision)
-    if row is None or precision == 'float32':
+    if weight is None or dtype in (None, torch.float32):
+        return
+    row = find_row('eager', weight.device.type, precision)
+    if row is None:
         return
     if not row.need.is_met():
         _warn(f'{precision} is slower than float32 on this machine, because it needs {row.need.name}')

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mmengine.logging import MMLogger
@@ -79,31 +80,8 @@ def load_runtime(
         ExportError: If the runtime is unknown or not installed, this process may not use so many threads, or the file
             is missing, damaged, not from slab-det, or without the threshold to change.
     """
-    if runtime not in EXPORT_RUNTIMES:
-        raise ExportError(f'runtime {runtime!r} is not one of {", ".join(EXPORT_RUNTIMES)}')
-    if precision not in precision_arguments(runtime):
-        others = [name for name in EXPORT_RUNTIMES if precision in precision_arguments(name)]
-        raise ExportError(
-            f'precision {precision!r} is not one of {", ".join(precision_arguments(runtime))}, which {runtime} computes'
-            + ''.join(f': use runtime {name}' for name in others[:1])
-        )
-    check_threads(threads, ExportError, least=0, name='threads=')
-    if not Path(path).is_file():
-        raise ExportError(f'{path} not found')
-    onnx = import_extra('onnx')
-    # protobuf comes with onnx.
-    from google.protobuf.message import DecodeError
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except DecodeError as error:
-        raise ExportError(
-            f'{path} was not written by slab-det export, or was cut off while it was written or copied: export it again'
-        ) from error
-    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
-    if text is None:
-        raise ExportError(f'{path} was not written by slab-det export')
-    metadata = json.loads(text)
+    _check_options(runtime, threads, precision)
+    model, metadata = _read_file(path)
     is_int8 = any(node.op_type == 'DequantizeLinear' for node in model.graph.node)
     if is_int8 and metadata.get('int8_weight_bits', 8) == 8 and cuts_off_int8_sums(runtime):
         MMLogger.get_current_instance().warning(
@@ -112,7 +90,6 @@ def load_runtime(
         )
     # OpenVINO may call an output by the name of its operator.
     names = [output.name for output in model.graph.output]
-
     divisor = metadata['image'].get('size_divisor', 1)
 
     def load(score_thr: float | None) -> LoadedFile:
@@ -132,6 +109,39 @@ def load_runtime(
         return LoadedFile(metadata, run_named, load, (os.path.abspath(path), runtime, threads, precision, score_thr))
 
     return load(score_thr)
+
+
+def _check_options(runtime: str, threads: int, precision: str) -> None:
+    """Raises ExportError for options of :func:`load_runtime` that no machine, or not this process, can follow."""
+    if runtime not in EXPORT_RUNTIMES:
+        raise ExportError(f'runtime {runtime!r} is not one of {", ".join(EXPORT_RUNTIMES)}')
+    if precision not in precision_arguments(runtime):
+        others = [name for name in EXPORT_RUNTIMES if precision in precision_arguments(name)]
+        raise ExportError(
+            f'precision {precision!r} is not one of {", ".join(precision_arguments(runtime))}, which {runtime} computes'
+            + ''.join(f': use runtime {name}' for name in others[:1])
+        )
+    check_threads(threads, ExportError, least=0, name='threads=')
+
+
+def _read_file(path: str | Path) -> tuple[Any, dict]:
+    """The ``onnx.ModelProto`` of an exported file, and what the export wrote into it; ExportError for other files."""
+    if not Path(path).is_file():
+        raise ExportError(f'{path} not found')
+    onnx = import_extra('onnx')
+    # protobuf comes with onnx.
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise ExportError(
+            f'{path} was not written by slab-det export, or was cut off while it was written or copied: export it again'
+        ) from error
+    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
+    if text is None:
+        raise ExportError(f'{path} was not written by slab-det export')
+    return model, json.loads(text)
 
 
 def _set_threshold(path: str | Path, score_thr: float) -> bytes:

@@ -103,26 +103,12 @@ def export_onnx(
         lower_precision(graph.detector, dtype)
         keep_boxes_float32(graph.detector)
     image, divisor = _traced_image(graph, input_channels(detector))
-    buffer = io.BytesIO()
     try:
-        with _tracer_workarounds(opset):
-            # The tracer takes seconds for a Swin-T; torch.export takes minutes, because every operator simplifies its
-            # symbolic sizes again. check_parity finds sizes that the tracer stored as constants.
-            torch.onnx.export(
-                graph,
-                (image,),
-                buffer,
-                dynamo=False,
-                opset_version=opset,
-                input_names=['image'],
-                output_names=graph.output_names(),
-                dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
-            )
+        model = onnx.load_from_string(_trace(graph, image, opset))
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
         # The rest of the message asks the user to report a bug to PyTorch.
         reason = str(error).strip().partition('\n')[0].partition('. ')[0].rstrip('.')
         raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
-    model = onnx.load_from_string(buffer.getvalue())
     if scope == 'detector':
         # Behind a reshape the tracer loses the number of coordinates.
         model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
@@ -139,6 +125,25 @@ def export_onnx(
     onnx.checker.check_model(model)
     with whole_file(path) as name:
         name.write_bytes(model.SerializeToString())
+
+
+def _trace(graph: nn.Module, image: Tensor, opset: int) -> bytes:
+    """The content of a file that computes what the graph does, for images of any size."""
+    buffer = io.BytesIO()
+    with _tracer_workarounds(opset):
+        # The tracer takes seconds for a Swin-T; torch.export takes minutes, because every operator simplifies its
+        # symbolic sizes again. check_parity finds sizes that the tracer stored as constants.
+        torch.onnx.export(
+            graph,
+            (image,),
+            buffer,
+            dynamo=False,
+            opset_version=opset,
+            input_names=['image'],
+            output_names=graph.output_names(),
+            dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
+        )
+    return buffer.getvalue()
 
 
 def _to_json(meta: dict | None) -> dict | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mmengine.logging import MMLogger
@@ -67,16 +68,7 @@ def quantize_onnx(
         prepared = Path(folder) / 'prepared.onnx'
         _fold_constants(source, prepared)
         model = onnx.load(prepared)
-        graph = model.graph
-        weights = {tensor.name for tensor in graph.initializer}
-        nodes = [
-            node.name
-            for node in graph.node
-            if node.op_type in OPERATORS_WITH_WEIGHTS
-            and weights.intersection(node.input[:2])
-            and not any(part in node.name for part in FLOAT_LAYERS)
-        ]
-        images = iter(images)
+        nodes, images = _find_layers(model.graph), iter(images)
         first = [*islice(images, RANGE_IMAGES)]
         lost = equalize(model, nodes, first)[1]
         if lost:
@@ -110,6 +102,18 @@ def quantize_onnx(
         onnx.helper.set_model_props(quantized, {**properties, METADATA_KEY: json.dumps(metadata)})
         name.write_bytes(quantized.SerializeToString())
     return nodes
+
+
+def _find_layers(graph: Any) -> list[str]:
+    """The names of the nodes with weights, without those in ``FLOAT_LAYERS``."""
+    weights = {tensor.name for tensor in graph.initializer}
+    return [
+        node.name
+        for node in graph.node
+        if node.op_type in OPERATORS_WITH_WEIGHTS
+        and weights.intersection(node.input[:2])
+        and not any(part in node.name for part in FLOAT_LAYERS)
+    ]
 
 
 def _fold_constants(source: str | Path, target: Path) -> None:
