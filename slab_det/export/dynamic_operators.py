@@ -26,11 +26,11 @@ class DynamicOperators(BoxOperators):
             # The tracer would store the result of Python's min() as a constant.
             size = torch._shape_as_tensor(logits)[0]
             k = torch.minimum(size, torch.tensor(count)) if count > 0 else size
-            scores, place = logits.sigmoid().topk(k)
-            found.append((scores, place + start, torch.zeros_like(scores) + i))
+            scores, index = logits.sigmoid().topk(k)
+            found.append((scores, index + start, torch.zeros_like(scores) + i))
             start = start + size
-        scores, place, level = (torch.cat(column)[None] for column in zip(*found, strict=True))
-        return scores, place, level
+        scores, index, level = (torch.cat(column)[None] for column in zip(*found, strict=True))
+        return scores, index, level
 
     def best_above(self, levels: Sequence[Tensor], count: int, score_thr: Tensor) -> tuple[Tensor, Tensor]:
         found, start = [], 0
@@ -40,14 +40,14 @@ class DynamicOperators(BoxOperators):
             best, order = scores[above].topk(torch.minimum(size, torch.tensor(count)))
             found.append((best, above[order] + start))
             start = start + torch._shape_as_tensor(scores)[0]
-        scores, place = (torch.cat(column) for column in zip(*found, strict=True))
-        return scores, place
+        scores, index = (torch.cat(column) for column in zip(*found, strict=True))
+        return scores, index
 
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        place = _nonzero(scores > EMPTY)
+        index = _nonzero(scores > EMPTY)
         # The reshape keeps the size of a box in the file.
-        corners, scores = corners[place].reshape(-1, 4), scores[place]
-        return corners, scores, place, self.stride(corners, scores), None
+        corners, scores = corners[index].reshape(-1, 4), scores[index]
+        return corners, scores, index, self.stride(corners, scores), None
 
     def is_number(self, scores: Tensor) -> None:
         return None
@@ -98,8 +98,8 @@ class _Suppression(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> Tensor:
-        place = _nonzero(scores > EMPTY)
-        return place[torchvision.ops.nms(boxes[place], scores[place], iou_threshold)[:limit]]
+        index = _nonzero(scores > EMPTY)
+        return index[torchvision.ops.nms(boxes[index], scores[index], iou_threshold)[:limit]]
 
     @staticmethod
     def symbolic(g: Any, boxes: Any, scores: Any, iou_threshold: float, limit: int) -> Any:
