@@ -77,7 +77,6 @@ class DetectorGraph(BackboneGraph):
         return found.corners, found.scores, found.labels, *masks
 
     def metadata(self) -> dict:
-        """What the file stores of the settings of the detector."""
         family = self.family
         metadata = dict(family=family.name, test_cfg=describe_test_cfg(family.stored, family.test_cfgs))
         if family.has_masks:
@@ -88,7 +87,6 @@ class DetectorGraph(BackboneGraph):
         return ['boxes', 'scores', 'labels'] + ['mask_logits'] * self.family.has_masks
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
-        """Names of the outputs' dimensions that depend on the image."""
         axes = {name: {0: 'detections'} for name in self.output_names()}
         if self.family.mask_stride is not None:
             axes['mask_logits'] |= {1: 'mask_height', 2: 'mask_width'}

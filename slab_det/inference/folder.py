@@ -73,7 +73,8 @@ def find_stored(folder: str | Path, key: str | None = None) -> Stored:
     if not missing:
         entry = entries[key]
         config, weights = (folder / name for name in entry['files'])
-        return Stored(_form(entry), config, weights, content['device'], min(content['threads'], MACHINE.processors))
+        threads = min(content['threads'], MACHINE.processors)
+        return Stored(Form.from_dict(entry), config, weights, content['device'], threads)
     runs = [
         f'form={other!r} ({entry["ratio"]:.2f} of the time of the original detector where it was measured)'
         for other, entry in sorted(entries.items(), key=lambda item: item[1]['ratio'])
@@ -86,14 +87,10 @@ def find_stored(folder: str | Path, key: str | None = None) -> Stored:
     )
 
 
-def _form(entry: dict) -> Form:
-    return Form(entry['runtime'], entry['precision'], tuple(entry['variant']))
-
-
 def _find_missing(folder: Path, entry: dict, device: str) -> str:
     """What the folder or this machine lacks for a form, or ''."""
     absent = [name for name in entry['files'] if not (folder / name).is_file()]
-    form = _form(entry)
+    form = Form.from_dict(entry)
     if absent:
         return f'the file {", ".join(absent)}, which is not there'
     missing = form.find_missing(device)

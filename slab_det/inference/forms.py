@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,11 @@ class Form:
     runtime: str
     precision: str = 'float32'
     variant: tuple[str, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Form:
+        """The form that an entry of optimize.json describes."""
+        return cls(values['runtime'], values['precision'], tuple(values['variant']))
 
     @property
     def key(self) -> str:

@@ -161,29 +161,41 @@ def load_detector(
             takes = ' and '.join(known) or 'none'
             raise ExportError(f'{name}= is not an option of the runtime {runtime}, which takes {takes}')
     cfg = open_config(config)
-    if not RUNTIMES[runtime].module:
-        model = build_detector(cfg, str(weights)).to(find_device(device))
-        check_statistics(model, str(weights))
-        meta = model.dataset_meta
-        if runtime == 'torch':
-            model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
-            model = deploy(model, inplace=True, masks=masks, **options)
-        else:
-            check_form(masks, DeploymentError)
-            if masks == 'rle':
-                encode_masks(model)
-    else:
-        if device is not None:
-            raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
-        # The import takes half a second, which the runtime torch does not need.
-        from slab_det.export import ExportedDetector
-        from slab_det.export.settings import detector_settings
-
-        enter_scope(cfg)
-        detector = detector_settings(cfg)
-        model = ExportedDetector(str(weights), inference_steps(cfg), masks, detector, runtime=runtime, **options).eval()
-        meta = model.runtime.metadata.get('dataset_meta')
+    load = _load_exported if RUNTIMES[runtime].module else _load_checkpoint
+    model, meta = load(cfg, str(weights), runtime, device, masks, options)
     return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()))
+
+
+def _load_checkpoint(
+    cfg: Config, weights: str, runtime: str, device: str | torch.device | None, masks: str, options: dict
+) -> tuple[nn.Module, dict | None]:
+    """The detector of a checkpoint, and its ``dataset_meta``; arguments as for :func:`load_detector`."""
+    model = build_detector(cfg, weights).to(find_device(device))
+    check_statistics(model, weights)
+    meta = model.dataset_meta
+    if runtime == 'torch':
+        model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
+        return deploy(model, inplace=True, masks=masks, **options), meta
+    check_form(masks, DeploymentError)
+    if masks == 'rle':
+        encode_masks(model)
+    return model, meta
+
+
+def _load_exported(
+    cfg: Config, weights: str, runtime: str, device: str | torch.device | None, masks: str, options: dict
+) -> tuple[nn.Module, dict | None]:
+    """The detector of an exported file, and its ``dataset_meta``; arguments as for :func:`load_detector`."""
+    if device is not None:
+        raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
+    # The import takes half a second, which the runtime torch does not need.
+    from slab_det.export import ExportedDetector
+    from slab_det.export.settings import detector_settings
+
+    enter_scope(cfg)
+    detector = detector_settings(cfg)
+    model = ExportedDetector(weights, inference_steps(cfg), masks, detector, runtime=runtime, **options).eval()
+    return model, model.runtime.metadata.get('dataset_meta')
 
 
 def _load_folder(

@@ -211,7 +211,7 @@ class _Search:
     def forms(self) -> dict[str, Form]:
         """The forms that were measured, by this call or earlier ones, and run here, by their keys."""
         return {
-            key: Form(info['runtime'], info['precision'], tuple(info['variant']))
+            key: Form.from_dict(info)
             for key, info in self.turns.infos.items()
             if key not in self.turns.failed and self.records.count(key) >= LEAST_ROUNDS
         }

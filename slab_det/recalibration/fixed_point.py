@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from slab_det.common.batches import check_batches, one_pass
+from slab_det.common.batches import one_pass
 from slab_det.common.record import Record
 from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import RecalibrationError, collect_moments
@@ -98,7 +98,6 @@ def recalibrate(
             'the model has no offline norm: nothing to recalibrate '
             '(a fused model has none left; recalibrate before fusing)'
         )
-    check_batches(model, batches)
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
     if max_passes is None:
