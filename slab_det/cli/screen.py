@@ -12,14 +12,14 @@ from pycocotools import coco, cocoeval
 
 from slab_det.common.errors import ConfigError
 
-# The first words of those messages of mmengine that fill hundreds of lines before the first iteration.
+# The first words of the messages of mmengine that fill hundreds of lines before the first iteration.
 DUMPS = (
     f'\n{"-" * 60}\nSystem environment:',
     'Config:\n',
     'Hooks will be executed in the following order:\n',
     'paramwise_options -- ',
 )
-# And of those of mmdet's CocoMetric, whose numbers the next line repeats by their names.
+# The first words of the messages of mmdet's CocoMetric; the line after them names their numbers.
 EVALUATION = (
     'Converting ground truth to coco format...',
     'Evaluating bbox...',

@@ -36,10 +36,10 @@ class Measured(Record):
         retained_ap: See :func:`slab_det.compare.ruler.retained_ap`.
         images: Number of images that it rests on.
         detections: Number of detections of the original detector in them.
-        expected_loss: The loss of AP that it means, in points; negative for a gain.
-        loss_range: The losses at two standard errors above and below it.
+        expected_loss: The loss of AP that this share means, in points; negative for a gain.
+        loss_range: The expected losses at two standard errors above and below the share.
         ap_loss: The measured loss of AP in points, the largest of boxes and masks; None where AP was not measured.
-        ap_loss_range: The measured loss at two standard errors, of the choice of images, below and above.
+        ap_loss_range: The measured losses at two standard errors below and above; the choice of images causes them.
     """
 
     key: str

@@ -26,7 +26,7 @@ class Header(NamedTuple):
     Attributes:
         stored: The size before.
         upright: The size after.
-        certain: Whether every loader agrees which formats are turned.
+        certain: Whether a loader's settings say which of both it reads: OpenCV turns some formats, and others not.
     """
 
     stored: tuple[int, int]
