@@ -172,9 +172,8 @@ class _Search:
             self.turns.say(f'{damaged}: everything is measured anew in {self.records.folder}')
         # The forms that this call tries, in their order.
         self.tried: dict[str, Form] = {}
-        # By form: the number of images and the share of the AP; what it was computed from and the summary.
+        # By form: the number of images, and the share of the AP.
         self.retained: dict[str, tuple[int, RetainedAP]] = {}
-        self.summaries: dict[str, tuple[tuple, Measured]] = {}
 
     def run(self, eval: bool) -> OptimizationReport:
         """Measures, chooses and writes the folder."""
@@ -237,16 +236,12 @@ class _Search:
         return find_dropped({key: self._summarize(form) for key, form in self.forms.items()}, BASE.key)
 
     def _summarize(self, form: Form) -> Measured:
-        """What was measured of a form; computed again only after a further round or image."""
-        key, ap, losses = form.key, self.evaluation.ap, self.evaluation.losses(form.key)
-        images = len(self.records.found[key])
+        """What was measured of a form; the share of the AP is estimated again only after a further image."""
+        key, images = form.key, len(self.records.found[form.key])
         if self.retained.get(key, (None,))[0] != images:
             self.retained[key] = images, retained_ap(*self.records.found_by(TRUTH, BASE.key, key))
-        given = ap, losses, self.records.count(key), images
-        if self.summaries.get(key, (None,))[0] != given:
-            summary = summarize(self.records, key, BASE.key, form.changes, self.retained[key][1], ap, losses)
-            self.summaries[key] = given, summary
-        return self.summaries[key][1]
+        ap, losses = self.evaluation.ap, self.evaluation.losses(key)
+        return summarize(self.records, key, BASE.key, form.changes, self.retained[key][1], ap, losses)
 
     def _is_left(self, form: Form) -> bool:
         """Whether a form may still be chosen."""
