@@ -29,7 +29,7 @@ from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
 from slab_det.inference.gpu.box_kernels import FixedOperators
 from slab_det.inference.gpu.graph import GraphCache
-from slab_det.inference.gpu.static import StaticDetector, measure_frame
+from slab_det.inference.gpu.graph import StaticDetector, measure_frame
 from slab_det.families import Frame
 from slab_det.measure.latency import measure_latency
 from slab_det.measure.timer import time_call, time_in_turns

@@ -19,7 +19,7 @@ from slab_det.export import ExportError, build_graph
 from slab_det.families import MaskFormer, Unsupported
 from slab_det.families.deformable import deployed_deformable
 from slab_det.inference.gpu.box_kernels import FixedOperators
-from slab_det.inference.gpu.static import StaticDetector
+from slab_det.inference.gpu.graph import StaticDetector
 
 HALF = (torch.bfloat16, torch.float16)
 VIEW = r'does not run in .*view size.*; {}'

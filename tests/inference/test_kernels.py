@@ -26,7 +26,7 @@ from slab_det.fusion.channels import resize_channels
 from slab_det.inference.gpu import box_kernels, deformable_kernels, ffn_kernels, kernels, mask_kernels
 from slab_det.inference.gpu.box_kernels import FixedOperators
 from slab_det.inference.gpu.ffn_kernels import TritonFFN, triton_ffn
-from slab_det.inference.gpu.static import StaticDetector, measure_frame
+from slab_det.inference.gpu.graph import StaticDetector, measure_frame
 from slab_det.inference.gpu.window_kernels import TritonWindowAttention, triton_windows
 
 pytestmark = [

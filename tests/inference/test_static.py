@@ -12,7 +12,7 @@ from slab_det.backbones.adopt import replace_layers
 from slab_det.families import Unsupported
 from slab_det.families.deformable import deployed_deformable
 from slab_det.families.masks import enlarge_masks, paste_masks
-from slab_det.inference.gpu.static import StaticDetector, measure_frame
+from slab_det.inference.gpu.graph import StaticDetector, measure_frame
 
 SIZES = ((64, 96), (75, 102), (130, 66), (33, 47), (128, 224))
 # Number of detectors of each kind; SLAB_DET_FUZZ=25 makes 200.

@@ -1,4 +1,4 @@
-"""Runs a deployed detector in CUDA graphs, one graph per image size."""
+"""Runs a deployed detector in CUDA graphs, one graph per image size; each holds the detector on fixed shapes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slab_det.common.tensors import tensors_in
-from slab_det.families import Unsupported, require
+from slab_det.families import Frame, Unsupported, find_family, require
 from slab_det.families.constants import used_constants
 from slab_det.families.masks import paste_masks
+from slab_det.families.operators import BoxOperators
 from slab_det.inference.gpu import kernels, mask_kernels
 from slab_det.inference.gpu.box_kernels import FixedOperators
-from slab_det.inference.gpu.static import StaticDetector, measure_frame
 
 # The most graphs that a GraphCache keeps, and the largest share of the GPU's memory that these graphs may take before
 # another is captured. The graphs of a cache share one memory pool, because they never run at the same time.
@@ -157,6 +157,39 @@ class GraphCache:
 def _pool_bytes(pool: tuple[int, int] | None) -> int:
     """The bytes of GPU memory in a memory pool."""
     return sum(x['total_size'] for x in torch.cuda.memory_snapshot() if tuple(x['segment_pool_id']) == pool)
+
+
+class StaticDetector:
+    """Runs a detector on tensors whose shapes do not depend on the number of objects.
+
+    Args:
+        detector: The detector, whose modules run.
+        operators: Box operators that return tensors of fixed shapes.
+        fused: Whether the heads run in their fused forms, with fewer kernels.
+
+    Raises:
+        Unsupported: If no family of heads computes what the detector does.
+    """
+
+    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
+        self.family = find_family(detector)(detector, operators, fused)
+        self.family.check_fixed()
+
+    def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
+        """Computes from an image (1, 3, H, W) what :meth:`slab_det.families.Family.predict` makes predictions from.
+
+        Args:
+            image: Normalised and padded.
+            frame: Result of :func:`measure_frame`, (3, 4).
+        """
+        features = self.family.detector.extract_feat(image)
+        return self.family.compute(features, Frame(*frame, padded=tuple(image.shape[2:])))
+
+
+def measure_frame(metainfo: dict) -> Tensor:
+    """Returns the rows of a :class:`Frame`, (3, 4): unpadded size of an image, its scale, and the inverse scale."""
+    (height, width), (x, y) = metainfo['img_shape'][:2], metainfo['scale_factor'][:2]
+    return torch.tensor([[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2], dtype=torch.float32)
 
 
 class GraphedPrediction:
