@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slab_det.export.extras import import_extra, in_file_order, limit_threads
+from slab_det.export.extras import import_extra, limit_threads
+from slab_det.export.in_onnxruntime import in_file_order
 
 # A scale of a channel is (range of the channel)^POWER / (its largest weight)^(1 - POWER).
 POWERS = (0.25, 0.5, 0.75, 1.0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
@@ -29,29 +28,6 @@ def import_extra(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         extra = RUNTIMES[name].extra if name in RUNTIMES else 'onnx'
         raise ExportError(f'the package {error.name} is not installed: pip install -e ".[{extra}]"') from error
-
-
-@contextmanager
-def in_file_order() -> Iterator[None]:
-    """Makes ONNX Runtime run the nodes of a graph in the order of its file, in sessions that are made in the block.
-
-    By default it runs outputs that no other node reads last. A graph with a probe behind each layer then holds the
-    values of all layers at once, which are gigabytes. The order counts without graph optimizations alone.
-    """
-    onnxruntime = import_extra('onnxruntime')
-    options = onnxruntime.SessionOptions
-
-    class InFileOrder(options):
-        def __init__(self) -> None:
-            super().__init__()
-            self.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-
-    # quantize_static makes its session itself.
-    onnxruntime.SessionOptions = InFileOrder
-    try:
-        yield
-    finally:
-        onnxruntime.SessionOptions = options
 
 
 def limit_threads(threads: int) -> int:

@@ -16,7 +16,8 @@ from mmengine.logging import MMLogger
 from slab_det.common.errors import ExportError
 from slab_det.common.files import whole_file
 from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
-from slab_det.export.extras import import_extra, in_file_order
+from slab_det.export.extras import import_extra
+from slab_det.export.in_onnxruntime import in_file_order
 from slab_det.export.int8_sums import cuts_off_int8_sums
 from slab_det.export.loaded_file import METADATA_KEY
 from slab_det.families import EXPORTED

@@ -11,7 +11,7 @@ onnxruntime = pytest.importorskip('onnxruntime')
 from slab_det.common.memory import memory_growth  # noqa: E402
 from slab_det.export import quantize, quantize_onnx  # noqa: E402
 from slab_det.export.equalize import equalize  # noqa: E402
-from slab_det.export.extras import in_file_order  # noqa: E402
+from slab_det.export.in_onnxruntime import in_file_order  # noqa: E402
 from slab_det.export.loaded_file import METADATA_KEY  # noqa: E402
 
 CHANNELS, OUTPUTS = 16, 12
