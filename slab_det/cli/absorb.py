@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.fusion import save_fused
     from slab_det.machine import MACHINE
     from slab_det.measure.evaluate import evaluate
-    from slab_det.preflight import check_class_order, check_data, classes_of_meta
+    from slab_det.preflight import check_evaluation
 
     # Absorption may take hours, so later steps are checked first.
     check_out(args.out, args.checkpoint, args.config)
@@ -68,13 +68,9 @@ def main(args: argparse.Namespace) -> None:
     if args.images is not None and args.pipeline == 'train':
         raise ConversionError('--pipeline train needs the annotations of the training set; drop it or --images')
     cfg = read_config(args.config, data_root=args.data_root)
-    if args.eval:
-        check_data(cfg, ('val',))
-        if not (cfg.get('val_dataloader') and cfg.get('val_evaluator')):
-            raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
     teacher = build_detector(cfg, args.checkpoint).to(MACHINE.device)
     if args.eval:
-        check_class_order(cfg, 'val', classes_of_meta(vars(teacher)) or (), args.checkpoint)
+        check_evaluation(cfg, teacher.dataset_meta, args.checkpoint)
     images = image_loader(cfg, args.num_images, args.pipeline, args.images)
     norms = args.norms if len(args.norms) > 1 else args.norms[0]
     options = dict(int8=args.int8, work_dir=args.work_dir)

@@ -19,7 +19,7 @@ from slab_det.measure.evaluate import evaluate_groups
 from slab_det.measure.report_file import describe_dataset, main_column
 from slab_det.optimization.records import Records
 from slab_det.optimization.turns import BASE, Turns
-from slab_det.preflight import check_class_order, check_data, classes_of_meta
+from slab_det.preflight import check_evaluation
 from slab_det.runtime.registries import enter_scope
 
 
@@ -77,10 +77,7 @@ class Evaluation:
             ConfigError: If the config has no validation set, or none that measures AP.
             DataError: If the validation set is not of the detector's classes, or AP is 0.
         """
-        if not (self.cfg.get('val_dataloader') and self.cfg.get('val_evaluator')):
-            raise ConfigError('eval needs a config with val_dataloader and val_evaluator; add them, or leave eval out')
-        check_data(self.cfg, ('val',))
-        check_class_order(self.cfg, 'val', classes_of_meta(vars(detector)) or (), 'the checkpoint')
+        check_evaluation(self.cfg, detector.dataset_meta, 'the checkpoint')
         enter_scope(self.cfg)
         dataset = DATASETS.build(self.cfg.val_dataloader.dataset)
         labels = Path(describe_dataset(dataset)['ann_file'])

@@ -24,7 +24,7 @@ from slab_det.preflight.check_coco import (
     is_readable,
     is_remote,
 )
-from slab_det.preflight.classes import check_classes, metainfo_of, names_classes_in_text
+from slab_det.preflight.classes import check_classes, classes_of_meta, metainfo_of, names_classes_in_text
 from slab_det.runtime.registries import enter_scope
 
 SPLITS = ('train', 'val', 'test')
@@ -68,6 +68,23 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
             datasets = found[index : index + 1] if is_multiple and len(found) > 1 else found
             if datasets and None not in datasets:
                 check_evaluator(evaluator, datasets, split)
+
+
+def check_evaluation(cfg: Config, dataset_meta: dict | None, source: str) -> None:
+    """Checks that AP of a trained detector can be measured on the validation images of a config.
+
+    Args:
+        cfg: A config.
+        dataset_meta: What the checkpoint of the detector holds of its classes.
+        source: The checkpoint, for messages.
+
+    Raises:
+        ConfigError, DataError: If there is no validation set, or see :func:`check_data` and :func:`check_class_order`.
+    """
+    if not (cfg.get('val_dataloader') and cfg.get('val_evaluator')):
+        raise ConfigError('eval needs a config with val_dataloader and val_evaluator; add them, or leave eval out')
+    check_data(cfg, ('val',))
+    check_class_order(cfg, 'val', classes_of_meta(dict(dataset_meta=dataset_meta)) or (), source)
 
 
 def check_class_order(cfg: Config, split: str, expected: Sequence[str] | None = None, source: str = '') -> None:
