@@ -34,10 +34,7 @@ KERNEL_FACTOR = 10.0
 def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | None) -> Comparison | None:
     """Compares the feature maps of a model and its deployed form, and runs the heads of both.
 
-    Args:
-        model: The original model.
-        deployed: Its deployed form.
-        dtype: The half precision of ``deployed``, or None.
+    ``dtype`` is the half precision of ``deployed``, or None.
 
     Returns:
         The comparison; None where ``model`` itself does not run on the image.

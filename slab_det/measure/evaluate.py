@@ -34,8 +34,7 @@ def evaluate_groups(model: nn.Module, cfg: Config, groups: int) -> tuple[dict, l
     The AP without one group and another show how far the choice of images may move AP.
 
     Args:
-        model: A detector.
-        cfg: A config with ``val_dataloader`` and ``val_evaluator``.
+        model, cfg: See :func:`evaluate`.
         groups: Number of groups, every ``groups``-th image in one; at most the number of images.
 
     Returns:

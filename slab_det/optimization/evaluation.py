@@ -70,9 +70,6 @@ class Evaluation:
     def measure_base(self, detector: nn.Module) -> None:
         """Checks the validation set, and measures the original detector.
 
-        Args:
-            detector: The original detector.
-
         Raises:
             ConfigError: If the config has no validation set, or none that measures AP.
             DataError: If the validation set is not of the detector's classes, or AP is 0.

@@ -27,9 +27,6 @@ def check_own(folder: Path) -> None:
 class OwnFiles:
     """Writes and removes files of a folder; takes a new or an empty folder, or one of an earlier call.
 
-    Args:
-        folder: The folder.
-
     Raises:
         SlabDetError: If the folder is somebody else's.
     """

@@ -129,18 +129,7 @@ def optimize(
 
 
 class _Search:
-    """An optimization.
-
-    Args:
-        cfg: Config of the detector.
-        detector: The detector, on the CPU.
-        images: The images.
-        out: The folder.
-        max_loss: See :func:`optimize`.
-        device: 'cpu' or 'cuda'.
-        deadline: See :class:`Turns`.
-        progress: See :func:`optimize`.
-    """
+    """An optimization; the detector is on the CPU. :func:`optimize` and :class:`Turns` describe the arguments."""
 
     def __init__(
         self,

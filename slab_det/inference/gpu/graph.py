@@ -162,10 +162,7 @@ def _pool_bytes(pool: tuple[int, int] | None) -> int:
 class StaticDetector:
     """Runs a detector on tensors whose shapes do not depend on the number of objects.
 
-    Args:
-        detector: The detector, whose modules run.
-        operators: Box operators that return tensors of fixed shapes.
-        fused: Whether the heads run in their fused forms, with fewer kernels.
+    :class:`~slab_det.families.Family` describes the arguments; ``operators`` return tensors of fixed shapes.
 
     Raises:
         Unsupported: If no family of heads computes what the detector does.

@@ -44,14 +44,7 @@ if triton is not None:
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float) -> Tensor:
-    """Pastes masks at full size, (n, H, W), bool; see :func:`slab_det.families.masks.paste_masks`.
-
-    Args:
-        masks: Probabilities, (n, M, M), float32.
-        boxes: Corners in the image, (n, 4), float32.
-        shape: (H, W).
-        threshold: Smallest probability of a pixel inside the mask.
-    """
+    """:func:`slab_det.families.masks.paste_masks` at full size, of probabilities (n, M, M) in float32."""
     height, width = shape
     out = torch.empty(len(boxes), height, width, dtype=torch.int8, device=boxes.device)
     if out.numel():
