@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Tests the detector, measures its latency with ``--latency``, and updates its report."""
-    evaluate(args)
+    test_detector(args)
 
 
-def evaluate(args: argparse.Namespace) -> ReportEntry | None:
+def test_detector(args: argparse.Namespace) -> ReportEntry | None:
     """Does what :func:`main` says, and returns the new entry of the report; None in other ranks than the first."""
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     from mmengine.dist import is_main_process

@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.json)
     args.runtime = args.runtime or EXPORT_RUNTIMES[0]
     args.dtype = next(row.precision for row in TABLE if row.argument == args.precision)
-    entry = test.evaluate(args)
+    entry = test.test_detector(args)
     if args.json and entry:
         measured = dict(config=entry.config, file=entry.checkpoint, runtime=args.runtime, precision=args.precision)
         measured |= dict(dataset=entry.dataset, ap=entry.ap or {}, environment=entry.environment)

@@ -69,7 +69,7 @@ def quantize_onnx(
         prepared = Path(folder) / 'prepared.onnx'
         _fold_constants(source, prepared)
         model = onnx.load(prepared)
-        nodes, images = _find_layers(model.graph), iter(images)
+        nodes, images = _find_quantized(model.graph), iter(images)
         first = [*islice(images, RANGE_IMAGES)]
         lost = equalize(model, nodes, first)[1]
         if lost:
@@ -105,7 +105,7 @@ def quantize_onnx(
     return nodes
 
 
-def _find_layers(graph: Any) -> list[str]:
+def _find_quantized(graph: Any) -> list[str]:
     """The names of the nodes with weights, without those in ``FLOAT_LAYERS``."""
     weights = {tensor.name for tensor in graph.initializer}
     return [

@@ -186,7 +186,9 @@ class _Search:
         self._try_variants(names, middle)
         rounds = max(ROUNDS, len(turns.order))
         # A form that was dropped for another one comes back where further rounds do not bear that out.
-        while left := [form for form in self.forms.values() if self._needs_rounds(form, rounds)]:
+        while left := [
+            form for key, form in self.forms.items() if self.records.count(key) < rounds and self._is_left(form)
+        ]:
             self.measure(left, rounds, 'The forms that are left')
             if turns.is_late():
                 break
@@ -236,10 +238,6 @@ class _Search:
         """Whether a form may still be chosen."""
         measured = self.measured()
         return form == BASE or (form.key in measured and measured[form.key].loss_range[0] <= self.max_loss)
-
-    def _needs_rounds(self, form: Form, rounds: int) -> bool:
-        """Whether a form may still be chosen, and has fewer rounds."""
-        return self._is_left(form) and self.records.count(form.key) < rounds
 
     def _check_finds(self) -> None:
         """Puts the first held-out image first in which the detector finds something, mirrored too.

@@ -19,7 +19,7 @@ from slab_det.measure.timer import PAUSE_SECONDS, take_turns, time_call
 from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.records import TRUTH, Records
-from slab_det.optimization.variants import Step, Variants
+from slab_det.optimization.variants import FileStep, Variants
 
 # Fewest rounds of a form: with fewer, it is not called faster.
 LEAST_ROUNDS = SURE_ROUNDS
@@ -103,15 +103,13 @@ class Turns:
             self._run_round(keys)
             done += 1
         # In fewer rounds one bad one may hide which form is faster, until the forms that are left get all of theirs.
-        while not self.is_late() and time.monotonic() - start < ROUND_SECONDS and self._count(keys) < QUARTILE_ROUNDS:
+        while not self.is_late() and time.monotonic() - start < ROUND_SECONDS:
+            if min(map(records.count, keys)) >= QUARTILE_ROUNDS:
+                break
             self._run_round(keys)
             done += 1
         if done:
             self.say(f'  {done} rounds with {", ".join(keys)}: {time.monotonic() - start:.0f} s')
-
-    def _count(self, keys: Sequence[str]) -> int:
-        """The fewest rounds of a form."""
-        return min(map(self.records.count, keys))
 
     def load(self, forms: Sequence[Form], required: bool = False) -> None:
         """Loads forms, and measures the first call and the memory of those that are new.
@@ -128,7 +126,7 @@ class Turns:
                 self._fail(form.key, f'needs {missing}')
                 continue
             try:
-                for step in [*self.variants.steps(form), Step('ready', partial(self._load, form))]:
+                for step in [*self.variants.steps(form), FileStep('ready', partial(self._load, form))]:
                     if self.is_late() and not is_required:
                         break
                     start = time.monotonic()

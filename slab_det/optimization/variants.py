@@ -23,7 +23,7 @@ from slab_det.runtime.run_folder import save_with_config
 CALIBRATION_IMAGES = 20
 
 
-class Step(NamedTuple):
+class FileStep(NamedTuple):
     """A part of making the files of a form.
 
     Attributes:
@@ -64,7 +64,7 @@ class Variants:
             step.make()
         return self.paths(form)
 
-    def steps(self, form: Form) -> list[Step]:
+    def steps(self, form: Form) -> list[FileStep]:
         """What is left to do until the files of a form are there, in order: absorb, export, calibrate.
 
         Each step writes one file, whole, from the files of those before it.
@@ -78,11 +78,11 @@ class Variants:
         steps = []
         if not (checkpoint.is_file() and config.is_file()):
             made = self._absorb if form.variant else self._save_original
-            steps.append(Step('absorbed' if form.variant else 'saved', partial(made, form, checkpoint)))
+            steps.append(FileStep('absorbed' if form.variant else 'saved', partial(made, form, checkpoint)))
         if form.is_exported and not plain.is_file():
-            steps.append(Step('exported', partial(self._export, config, checkpoint, plain)))
+            steps.append(FileStep('exported', partial(self._export, config, checkpoint, plain)))
         if form.is_exported and not (weights == plain or weights.is_file()):
-            steps.append(Step('calibrated', partial(self._calibrate, plain, weights)))
+            steps.append(FileStep('calibrated', partial(self._calibrate, plain, weights)))
         return steps
 
     def _save_original(self, form: Form, path: Path) -> None:
