@@ -379,7 +379,7 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
     whole = find_channels(model)
     assert {*families.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
 
-    def measure(students):
+    def measure(students, same_maps):
         first, second = (fold.batches for fold in priced.folds)
         # A draft is shown no batch that it is fitted on.
         assert sorted(students) == [*range(len(IMAGES))] and len({*map(id, students.values())}) == 2
@@ -390,14 +390,15 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
         ]
         assert all(each == pruned[0] for each in pruned)
         drafts.append(pruned[0])
+        assert same_maps == pruned[0].isdisjoint({'FFN', 'attention', 'neck'})
         # The mask head alone is dear.
         return RetainedAP(0.5 if drafts[-1] == {'roi_head.mask_head'} else 0.999, 0.001)
 
-    few = SimpleNamespace(measure=measure, images=images, batches=range(5), count_detections=lambda batches: 49)
+    judge = dict(measure=measure, drop_maps=list, images=images, batches=range(5))
+    few = SimpleNamespace(**judge, count_detections=lambda batches: 49)
     priced.measure_prices(few, tmp_path)
     assert not drafts and priced.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
-    judge = SimpleNamespace(measure=measure, images=images, batches=range(5), count_detections=lambda batches: 50)
-    priced.measure_prices(judge, tmp_path)
+    priced.measure_prices(SimpleNamespace(**judge, count_detections=lambda batches: 50), tmp_path)
     assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other family'
     again = Survey(observer)
     again.measure_prices(few, tmp_path)

@@ -34,6 +34,8 @@ from slab_det.compare.ruler import FEW_DETECTIONS, RetainedAP
 from slab_det.fusion.channels import ChannelUnit, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 
+# The families whose units change the maps that heads read.
+OF_MAPS = 'FFN', 'attention', 'neck'
 # Most batches that are observed.
 OBSERVED = 64
 # Shares of a family's multiply-adds that its drafts have lost, where prices are measured.
@@ -170,6 +172,8 @@ class Survey:
         except ComparisonError:
             # There are no detections, or none in the mirrored images, or only in a few images.
             return
+        finally:
+            judge.drop_maps()
         self.prices = {family: Price(points) for family, points in found.items()}
 
     def _measure_price(self, judge: Judge, names: Sequence[str]) -> list[tuple[float, float]]:
@@ -220,7 +224,9 @@ class Survey:
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
         """Judges drafts with these numbers of channels, each on batches that it is not fitted on."""
         first, second = (self.make_draft(counts, fold) for fold in self.folds)
-        return judge.measure({batch: second if batch in self.folds[0].batches else first for batch in judge.batches})
+        heads = {name for family, names in self.families.items() if family not in OF_MAPS for name in names}
+        students = {batch: second if batch in self.folds[0].batches else first for batch in judge.batches}
+        return judge.measure(students, same_maps=counts.keys() <= heads)
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
         """The multiply-adds with these numbers of channels, of the whole detector or of some layers."""
