@@ -32,6 +32,7 @@ from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import read_images
 from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observer
+from slab_det.absorption.channels.prices import measure_prices
 from slab_det.absorption.channels.survey import Survey
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
@@ -111,7 +112,7 @@ def measure(args: argparse.Namespace) -> None:
         shares = [share for share in EVERYWHERE if share > survey.least_share()]
         for share in shares:
             add_student(f'{BY_ESTIMATES}, {share:g} of the multiply-adds', survey.choose(share))
-        survey.measure_prices(Judge(model, stored), Path(folder))
+        survey.prices = measure_prices(survey, Judge(model, stored), Path(folder))
         for share in shares:
             add_student(f'{BY_PRICES}, {share:g} of the multiply-adds', survey.choose(share))
 

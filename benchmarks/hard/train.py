@@ -2,9 +2,12 @@
 
     python -m benchmarks.hard.train --data-root data/hard --seeds 0 1 2
     python -m benchmarks.hard.train --data-root data/hard --seeds 0 --run bn_ffnbn
+    python -m benchmarks.hard.train --data-root data/hard --seeds 0 --config benchmarks/hard/mask_rcnn_swin_320.py \\
+        --iterations 400 --work-dir work_dirs/hard_320 --backbone work_dirs/hard/ln-48-700/seed0/detector/iter_700.pth
 
-The teacher lies in WORK_DIR/RUN-WIDTH-ITERATIONS/seedN/detector: its config merged/config.py and its last checkpoint.
-The same command goes on after an interruption, from a checkpoint of each 100 iterations. Rows are added to
+With --backbone the detector starts from the backbone of another detector, and no classifier is trained. The teacher
+lies in WORK_DIR/RUN-WIDTH-ITERATIONS/seedN/detector: its config merged/config.py and its last checkpoint. The same
+command goes on after an interruption, from a checkpoint of each 100 iterations. Rows are added to
 benchmarks/results/hard_teachers.json.
 """
 
@@ -52,13 +55,12 @@ def classifier_config(args: argparse.Namespace, seed: int, classes: list[str]) -
     return config
 
 
-def detector_config(args: argparse.Namespace, seed: int, classes: list[str], classifier: str) -> Config:
-    """The Mask R-CNN that starts from the backbone of a classifier."""
-    config = Config.fromfile(ROOT / 'benchmarks/hard/mask_rcnn_swin.py')
+def detector_config(args: argparse.Namespace, seed: int, classes: list[str], start: dict) -> Config:
+    """The Mask R-CNN whose backbone is initialized by ``start``."""
+    config = Config.fromfile(ROOT / args.config)
     _, backbone, hooks = RUNS[args.run]
     if backbone['norm_cfg']['type'] != 'LN':
         hooks = [*hooks, dict(type='RecalibrateFuseHook', num_images=100, pipeline='test')]
-    start = dict(type='Pretrained', checkpoint=classifier)
     dataset = dict(dataset=dict(metainfo=dict(classes=classes)))
     config.merge_from_dict(
         dict(
@@ -87,6 +89,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument('--width', type=int, default=48, help='embed_dims, a multiple of 3 (default %(default)s)')
     parser.add_argument('--iterations', type=int, default=1600, help='of the detector (default %(default)s)')
     parser.add_argument('--classifier-iterations', type=int, default=400, help='default %(default)s')
+    parser.add_argument('--config', default='benchmarks/hard/mask_rcnn_swin.py', help='default %(default)s')
+    parser.add_argument('--backbone', metavar='CHECKPOINT', help='detector whose backbone starts this one')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/hard'))
     return parser.parse_args()
 
@@ -102,10 +106,14 @@ def main() -> None:
     lengths = dict(iterations=args.iterations, classifier_iterations=args.classifier_iterations)
     for seed in args.seeds:
         folder = args.work_dir / f'{args.run}-{args.width}-{args.iterations}' / f'seed{seed}'
-        train(classifier_config(args, seed, classes), folder / 'classifier', args.data_root)
-        classifier = (folder / 'classifier' / 'last_checkpoint').read_text().strip()
-        train(detector_config(args, seed, classes, classifier), folder / 'detector', args.data_root)
+        start = dict(type='Pretrained', checkpoint=args.backbone, prefix='backbone.')
+        if not args.backbone:
+            train(classifier_config(args, seed, classes), folder / 'classifier', args.data_root)
+            start = dict(type='Pretrained', checkpoint=(folder / 'classifier' / 'last_checkpoint').read_text().strip())
+        train(detector_config(args, seed, classes, start), folder / 'detector', args.data_root)
         identity = dict(name=RUNS[args.run][0], width=args.width, **lengths, seed=seed)
+        if args.backbone:
+            identity |= dict(config=Path(args.config).stem, classifier_iterations=0)
         print(results.add(identity, read_ap(folder / 'detector', 'segm')), flush=True)
 
 

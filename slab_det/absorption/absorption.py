@@ -16,6 +16,7 @@ from torch import nn
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, NormAbsorption
 from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observer
+from slab_det.absorption.channels.prices import measure_prices
 from slab_det.absorption.channels.survey import Survey
 from slab_det.absorption.images import read_images
 from slab_det.absorption.norms.blocks import absorb_norms
@@ -123,7 +124,7 @@ def absorb(
         maps = {}
         if observer:
             survey = Survey(observer, progress)
-            survey.measure_prices(judge, work_dir)
+            survey.prices = measure_prices(survey, judge, work_dir)
             share = find_least_share(survey, judge, progress) if channels == 'auto' else channels
             maps = survey.prune(student, survey.choose(share), report)
             # Its sums take gigabytes.

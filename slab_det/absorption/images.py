@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ class Images(NamedTuple):
         samples: For each batch, by its index, the data samples of its images as the store holds them.
         digest: Digest of the image tensors.
         regions: The regions of each batch at which heads run, by its index; empty if they are not needed.
+        shares: The share of the pixels of each batch that the store holds, by its index.
     """
 
     store: TensorStore
@@ -50,6 +52,7 @@ class Images(NamedTuple):
     samples: dict[int, list[DetDataSample]]
     digest: hashlib._Hash
     regions: dict[int, Regions]
+    shares: dict[int, float]
 
 
 def is_held_out(index: int) -> bool:
@@ -70,7 +73,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
         ConversionError: If there is no batch.
     """
     store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
-    stored, regions = {}, {}
+    stored, regions, shares = {}, {}, {}
     prepare, grid = prepare_inputs(model, batches), _crop_grid(model)
     number = len(batches) if isinstance(batches, Sized) else 100
     family = find_absorbed(model) if heads else None
@@ -81,10 +84,13 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
             store.put(str(WHOLE), inputs)
             if family:
                 regions[WHOLE] = family.find_regions(model, inputs, samples, math.inf)
+        pixels = inputs.numel()
         if grid and inputs.ndim == 4:
             inputs, samples = _crop(inputs, samples, share * CROP, grid, index)
+        shares[index] = inputs.numel() / pixels
         if family:
-            regions[index] = family.find_regions(model, inputs, samples, min(1.0, share))
+            with fewer_objects(model, shares[index]):
+                regions[index] = family.find_regions(model, inputs, samples, min(1.0, share))
         store.put(str(index), inputs)
         stored[index] = [_sample_like(sample) for sample in samples or ()]
         digest.update(to_bytes(inputs))
@@ -96,7 +102,22 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
             f'{count} batches: none is held out, so losses and errors are measured on images that were fitted; '
             f'give at least {HELD_OUT} batches: a smaller batch size or more images'
         )
-    return Images(store, count, stored, digest, regions)
+    return Images(store, count, stored, digest, regions, shares)
+
+
+@contextmanager
+def fewer_objects(model: nn.Module, share: float) -> Iterator[None]:
+    """Within it a detector finds at most this share of the proposals and objects of an image: as many as fall on a crop
+    that has this share of the pixels."""
+    parts = {part: getattr(part, 'test_cfg', None) or {} for part in model.modules()}
+    configs = {part: cfg for part, cfg in parts.items() if 'max_per_img' in cfg}
+    for part, cfg in configs.items():
+        part.test_cfg = type(cfg)({**cfg, 'max_per_img': math.ceil(share * cfg['max_per_img'])})
+    try:
+        yield
+    finally:
+        for part, cfg in configs.items():
+            part.test_cfg = cfg
 
 
 def _sample_like(sample: DetDataSample) -> DetDataSample:

@@ -14,9 +14,11 @@ from teachers import SWIN, as_trained, build_teacher, prune, survey
 
 import slab_det
 from slab_det.absorption.absorption import absorb, find_least_share
+from slab_det.absorption.channels.estimates import Price
 from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observer
-from slab_det.absorption.channels.survey import Price, Survey
+from slab_det.absorption.channels.prices import measure_prices
+from slab_det.absorption.channels.survey import Survey
 from slab_det.absorption.images import read_images
 from slab_det.absorption.norms.block_cache import BlockCache
 from slab_det.backbones.adopt import adopt
@@ -113,7 +115,7 @@ def test_the_students_multiply_adds_are_those_planned(teacher, tmp_path):
     adopted = copy.deepcopy(teacher)
     adopt(adopted)
     surveyed = survey(adopted, IMAGES, tmp_path)
-    surveyed.measure_prices(Judge(adopted, surveyed.observer.images), tmp_path)
+    surveyed.prices = measure_prices(surveyed, Judge(adopted, surveyed.observer.images), tmp_path)
     share = 0.6 * surveyed.least_share() + 0.4
     counts = surveyed.choose(share)
     student = absorb(teacher, IMAGES, share, norms, progress=False)
@@ -379,7 +381,7 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
     whole = find_channels(model)
     assert {*families.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
 
-    def measure(students):
+    def measure(students, same_maps):
         first, second = (fold.batches for fold in priced.folds)
         # A draft is shown no batch that it is fitted on.
         assert sorted(students) == [*range(len(IMAGES))] and len({*map(id, students.values())}) == 2
@@ -390,17 +392,19 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
         ]
         assert all(each == pruned[0] for each in pruned)
         drafts.append(pruned[0])
+        assert same_maps == pruned[0].isdisjoint({'FFN', 'attention', 'neck'})
         # The mask head alone is dear.
         return RetainedAP(0.5 if drafts[-1] == {'roi_head.mask_head'} else 0.999, 0.001)
 
-    few = SimpleNamespace(measure=measure, images=images, batches=range(5), count_detections=lambda batches: 49)
-    priced.measure_prices(few, tmp_path)
+    judge = dict(measure=measure, drop_maps=list, images=images, batches=range(5))
+    few = SimpleNamespace(**judge, count_detections=lambda batches: 49)
+    priced.prices = measure_prices(priced, few, tmp_path)
     assert not drafts and priced.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
-    judge = SimpleNamespace(measure=measure, images=images, batches=range(5), count_detections=lambda batches: 50)
-    priced.measure_prices(judge, tmp_path)
+    enough = SimpleNamespace(**judge, count_detections=lambda batches: 50)
+    priced.prices = measure_prices(priced, enough, tmp_path)
     assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other family'
     again = Survey(observer)
-    again.measure_prices(few, tmp_path)
+    again.prices = measure_prices(again, few, tmp_path)
     assert len(drafts) == 7 and again.choose(0.6) == priced.choose(0.6) != unpriced.choose(0.6)
 
     def left(chosen):

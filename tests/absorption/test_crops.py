@@ -3,12 +3,12 @@
 import pytest
 import torch
 from conftest import pictures
-from teachers import build_teacher
+from teachers import build_teacher, prune, survey
 
 from slab_det.absorption import images as reading
 from slab_det.absorption.channels import judge as judging
 from slab_det.absorption.channels.judge import Judge
-from slab_det.absorption.images import WHOLE, read_images
+from slab_det.absorption.images import WHOLE, fewer_objects, read_images
 from slab_det.absorption.tokens import POSITIONS, sample_tokens
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.adopt import adopt
@@ -62,3 +62,36 @@ def test_drafts_are_compared_on_fewer_crops_than_small_images(tmp_path, monkeypa
     monkeypatch.setattr(reading, 'IMAGES', 12)
     large = read_images(model, pictures(12, (256, 480)), tmp_path, heads=True)
     assert [*Judge(model, large).batches] == [*range(11)]
+
+
+def test_a_crop_has_its_share_of_the_objects_of_an_image(tmp_path, monkeypatch):
+    model, (image, *_) = build_teacher(), pictures(1, (224, 448))
+    adopt(model)
+    monkeypatch.setattr(reading, 'CROP', 224 * 224)
+    monkeypatch.setattr(reading, 'IMAGES', 1)
+    images = read_images(model, [image], tmp_path, heads=True)
+    assert images.shares == {0: 0.5}
+    limits = model.rpn_head.test_cfg.max_per_img, model.roi_head.test_cfg.max_per_img
+    assert limits == (50, 20)
+    with pytest.raises(KeyError), fewer_objects(model, 0.45):
+        assert (model.rpn_head.test_cfg.max_per_img, model.roi_head.test_cfg.max_per_img) == (23, 9)
+        raise KeyError
+    assert (model.rpn_head.test_cfg.max_per_img, model.roi_head.test_cfg.max_per_img) == limits
+    # A mask without a pixel is not compared.
+    assert 0 < len(Judge(model, images).find(0)[0].scores) <= 10
+
+
+def test_drafts_of_heads_read_the_maps_of_the_teacher(tmp_path):
+    model = build_teacher()
+    adopt(model)
+    surveyed = survey(model, pictures(4, (34, 70)), tmp_path)
+    judge, store = Judge(model, surveyed.observer.images), surveyed.observer.images.store
+    head = surveyed.families['roi_head.bbox_head']
+    draft = prune(surveyed, {name: surveyed.estimates[name].counts[-1] for name in head})
+    students = dict.fromkeys(judge.batches, draft)
+    expected = judge.measure(students)
+    before = {*store.values}
+    draft.backbone = None
+    assert judge.measure(students, same_maps=True) == judge.measure(students, same_maps=True) == expected
+    judge.drop_maps()
+    assert {*store.values} == before

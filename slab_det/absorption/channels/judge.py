@@ -9,17 +9,16 @@ from itertools import chain
 
 import torch
 from mmdet.structures import DetDataSample
-from torch import nn
+from torch import Tensor, nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport
-from slab_det.absorption.images import HELD_OUT, WHOLE, Images, is_held_out
+from slab_det.absorption.images import HELD_OUT, WHOLE, Images, fewer_objects, is_held_out
 from slab_det.common.errors import ComparisonError
 from slab_det.compare.detections import Detections, detect_prepared
 from slab_det.compare.ruler import RetainedAP, retained_ap
 
-# Drafts are compared on as many pixels as a hundred images of 224x224 have, or on some crops of large images: with its
-# thousand proposals and up to a hundred masks, a crop takes a full-size detector two seconds of a core. A dozen drafts
-# give the prices.
+# Drafts are compared on as many pixels as a hundred images of 224x224 have, or on some crops of large images, each of
+# which takes a full-size detector a second of a core or more. A dozen drafts give the prices.
 JUDGED, CROPS, LEAST = 100 * 224 * 224, 20, 10
 
 
@@ -66,17 +65,37 @@ class Judge:
         """The number of the teacher's detections in some batches."""
         return sum(len(found.scores) for batch in batches for found in self.find(batch))
 
-    def measure(self, students: Mapping[int, nn.Module]) -> RetainedAP:
+    def measure(self, students: Mapping[int, nn.Module], same_maps: bool = False) -> RetainedAP:
         """Estimates the share of the AP that students retain together, each on its batches.
 
         Args:
             students: The student of each batch, by the index of the batch.
+            same_maps: Whether their backbones and necks compute what the teacher's do; then the teacher's run once for
+                all students.
 
         Raises:
             ComparisonError: As :func:`retained_ap` does.
         """
         truth, teacher = ([*chain(*(self.find(batch, side) for batch in students))] for side in (True, False))
-        return retained_ap(truth, teacher, [*chain(*(self._detect(students[batch], batch) for batch in students))])
+        found = []
+        for batch, student in students.items():
+            if same_maps:
+                maps = self._read_maps(batch)
+                student.extract_feat = lambda images, maps=maps: maps
+            found += self._detect(student, batch)
+        return retained_ap(truth, teacher, found)
+
+    def _read_maps(self, batch: int) -> tuple[Tensor, ...]:
+        store, name = self.images.store, f'maps_{batch}'
+        if name not in store.values:
+            with torch.no_grad():
+                store.put(name, self.teacher.extract_feat(store.get(str(batch))))
+        return store.get(name)
+
+    def drop_maps(self) -> None:
+        """Frees what ``same_maps`` stored."""
+        for batch in self.batches:
+            self.images.store.drop(f'maps_{batch}')
 
     def describe(self, student: nn.Module, report: AbsorptionReport) -> None:
         """Adds the share to a report, if the teacher's detections can be compared."""
@@ -96,4 +115,5 @@ class Judge:
             raise ComparisonError('only detections in single images can be compared')
         # A forward writes its predictions into the samples.
         samples = [DetDataSample(metainfo=sample.metainfo) for sample in samples]
-        return detect_prepared(model, [(inputs, samples)], mirrored)
+        with fewer_objects(model, self.images.shares[batch]):
+            return detect_prepared(model, [(inputs, samples)], mirrored)

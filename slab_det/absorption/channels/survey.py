@@ -2,89 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
-from slab_det.absorption.channels.elimination import join_channels, lost_logits, rank_channels
+from slab_det.absorption.channels.estimates import Estimates, Price, estimate_losses, find_family
 from slab_det.absorption.channels.judge import Judge
-from slab_det.absorption.channels.maps import rank_maps, sensitivity
 from slab_det.absorption.channels.observed import Observed, Observer
-from slab_det.absorption.channels.pruning import prune_channels, with_outputs
-from slab_det.absorption.digest import teacher_digest
-from slab_det.absorption.images import HELD_OUT, WHOLE, is_held_out
-from slab_det.common.errors import ComparisonError, ConversionError
-from slab_det.common.files import whole_file
+from slab_det.absorption.channels.pruning import prune_channels
+from slab_det.absorption.images import WHOLE, is_held_out
+from slab_det.common.errors import ConversionError
 from slab_det.common.modules import copy_module
-from slab_det.common.progress import Progress
-from slab_det.compare.ruler import FEW_DETECTIONS, RetainedAP
+from slab_det.compare.ruler import RetainedAP
 from slab_det.fusion.channels import ChannelUnit, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 
+# The families whose units change the maps that heads read.
+OF_MAPS = 'FFN', 'attention', 'neck'
 # Most batches that are observed.
 OBSERVED = 64
-# Shares of a family's multiply-adds that its drafts have lost, where prices are measured.
-PRICED = (0.9, 0.6)
-# A family that loses less AP at the first share needs no second one.
-CHEAP = 0.005
-
-
-@dataclass
-class Estimates:
-    """What the channels of a unit are estimated to cost.
-
-    Attributes:
-        unit: The unit.
-        counts: The numbers of channels that may stay, from all of them down.
-        losses: Estimated loss for each of them, 0 for all channels: the variance of the error in the residual stream,
-            or of a head's outputs, over the variance of the stream or of the outputs.
-        order: The order in which the channels go.
-    """
-
-    unit: ChannelUnit
-    counts: list[int]
-    losses: list[float]
-    order: Tensor
-
-
-@dataclass(frozen=True)
-class Price:
-    """What the channels of a family cost: the share of the AP, for the sum of the family's estimated losses.
-
-    Attributes:
-        points: (estimate, share of the AP) of drafts; by default, a share is what was estimated.
-    """
-
-    points: Sequence[tuple[float, float]] = ((1.0, 1.0),)
-
-    @cached_property
-    def corners(self) -> list[tuple[float, float]]:
-        """The corners of the largest convex function that is 0 at 0 and nowhere above the points."""
-        corners = [(0.0, 0.0)]
-        while ahead := [point for point in self.points if point[0] > corners[-1][0]]:
-            x, y = corners[-1]
-            corners.append(min(ahead, key=lambda point: ((point[1] - y) / (point[0] - x), -point[0])))
-        return corners
-
-    def __call__(self, estimate: float) -> float:
-        """That function; beyond the last corner it goes on straight."""
-        lines = (
-            y + (estimate - x) * (next_y - y) / (next_x - x) for (x, y), (next_x, next_y) in pairwise(self.corners)
-        )
-        return max(lines, default=0.0)
 
 
 class Fold(NamedTuple):
@@ -142,50 +84,8 @@ class Survey:
             return None
         return estimate_losses(self.observer.model, unit, first.merge(second))
 
-    def measure_prices(self, judge: Judge, work_dir: Path) -> None:
-        """Measures the price of each family on drafts that lose channels of this family alone.
-
-        Within a family the estimates order the channels well, but the same estimated loss costs far more AP in a box
-        head than in an RPN. Prices are kept in a file of ``work_dir``. Where there are too few detections to tell, the
-        estimates stay the prices.
-
-        Args:
-            judge: Compares drafts with the teacher.
-            work_dir: Folder of the file; an interrupted call goes on with the families that are left.
-        """
-        digest = teacher_digest(self.observer.model, self.observer.images)
-        digest.update(repr(self.observer.int8).encode())
-        file = work_dir / f'prices_{digest.hexdigest()[:16]}.json'
-        found = json.loads(file.read_text()) if file.exists() else {}
-        try:
-            if len(found) < len(self.families) and (
-                judge.images.count < HELD_OUT or judge.count_detections(judge.batches) < FEW_DETECTIONS
-            ):
-                return
-            left = [family for family in self.families if family not in found]
-            for family in Progress(left, 'Prices of channels', disable=not (self.progress and left)):
-                found[family] = self._measure_price(judge, self.families[family])
-                with whole_file(file) as path:
-                    path.write_text(json.dumps(found))
-        except ComparisonError:
-            # There are no detections, or none in the mirrored images, or only in a few images.
-            return
-        self.prices = {family: Price(points) for family, points in found.items()}
-
-    def _measure_price(self, judge: Judge, names: Sequence[str]) -> list[tuple[float, float]]:
-        least, points = self.multiply_adds({name: self.estimates[name].counts[-1] for name in names}), []
-        for share in PRICED:
-            counts = self._remove(self.total - share * (self.total - least), names)
-            retained = self.judge_draft(judge, counts)
-            if not math.isfinite(retained.error):
-                raise ComparisonError('too few images show objects')
-            # What chance may hide counts too.
-            points.append((self._estimate(counts), max(0.0, 1 - retained.value) + retained.error))
-            if points[0][1] < CHEAP:
-                break
-        return points
-
-    def _estimate(self, counts: Mapping[str, int]) -> float:
+    def estimate(self, counts: Mapping[str, int]) -> float:
+        """The sum of the estimated losses of some units with these numbers of channels."""
         found = (self.estimates[name] for name in counts)
         return sum(each.losses[each.counts.index(counts[each.unit.name])] for each in found)
 
@@ -220,7 +120,9 @@ class Survey:
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
         """Judges drafts with these numbers of channels, each on batches that it is not fitted on."""
         first, second = (self.make_draft(counts, fold) for fold in self.folds)
-        return judge.measure({batch: second if batch in self.folds[0].batches else first for batch in judge.batches})
+        heads = {name for family, names in self.families.items() if family not in OF_MAPS for name in names}
+        students = {batch: second if batch in self.folds[0].batches else first for batch in judge.batches}
+        return judge.measure(students, same_maps=counts.keys() <= heads)
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
         """The multiply-adds with these numbers of channels, of the whole detector or of some layers."""
@@ -247,9 +149,9 @@ class Survey:
                 f'channels={share:g}: with the fewest channels everywhere {self.least_share():.2f} of the '
                 f'multiply-adds are left; give a larger share{f" ({alone})" if alone else ""}'
             )
-        return self._remove(share * self.total, [*self.estimates])
+        return self.counts_for(share * self.total, [*self.estimates])
 
-    def _remove(self, most: float, names: Sequence[str]) -> dict[str, int]:
+    def counts_for(self, most: float, names: Sequence[str]) -> dict[str, int]:
         """The numbers of channels to leave in some units, so that at most ``most`` multiply-adds are left."""
         at, counts, spent = dict.fromkeys(names, 0), {}, dict.fromkeys(self.families, 0.0)
         layers = {name: [layer for layer, (_, found) in self.layers.items() if name in found] for name in names}
@@ -286,24 +188,6 @@ class Survey:
         return self.multiply_adds({name: found.counts[-1] for name, found in self.estimates.items()}) / self.total
 
 
-def find_family(unit: ChannelUnit) -> str:
-    """The family of a unit: 'FFN' or 'attention' of a backbone, 'neck', or the name of a head, without a number."""
-    if unit.maps:
-        return 'neck'
-    if unit.name.startswith('backbone.'):
-        return 'attention' if unit.tokens else 'FFN'
-    return re.sub(r'\.\d+$', '', unit.owner)
-
-
-def possible_counts(unit: ChannelUnit) -> list[int]:
-    """The numbers of channels that may stay, from all down: multiples of 8, in whole groups of a group norm; in an
-    attention, multiples of 16, 8 or 4 per head."""
-    # A kernel for 24 of 32 channels per head is hardly faster than one for 32.
-    width = unit.count // unit.heads
-    step = math.lcm(8, unit.group) if not unit.tokens else 16 if width > 16 else 8 if width > 8 else 4
-    return [unit.count, *(unit.heads * left for left in reversed(range(step, width, step)))]
-
-
 class LayerCosts(TorchFunctionMode):
     """Counts the multiply-adds of each weight; softmax attention counts with the layer that reads its output."""
 
@@ -328,40 +212,3 @@ class LayerCosts(TorchFunctionMode):
             self.costs[weight.untyped_storage().data_ptr()] += size * weight[0].numel() + self.attention
             self.attention = 0.0
         return out
-
-
-@torch.no_grad()
-def estimate_losses(model: nn.Module, unit: ChannelUnit, observed: Observed) -> Estimates | None:
-    """Estimates for a unit, each as if nothing else were removed; None if too few tokens reach the unit."""
-    if any(part.count < len(part.xx) for part in observed.channels):
-        return None
-    counts = possible_counts(unit)
-    if unit.maps:
-        (maps,) = observed.channels
-        order, added = rank_maps(maps, sensitivity(model, unit, maps))
-        return Estimates(unit, counts, [0.0, *(float(added[unit.count - count - 1]) for count in counts[1:])], order)
-    # The outputs of the readers, which are linear in the channels.
-    parts = [
-        with_outputs(part, [*map(model.get_submodule, names)])
-        for part, names in zip(observed.channels, unit.readers_of_levels, strict=True)
-    ]
-    if observed.stream.count:
-        scale = sum(observed.stream.variance() * part.count for part in parts)
-    else:
-        # Outputs of several layers, such as classes and boxes, have different scales.
-        parts = [part.divide_target(part.yy.clamp(min=1e-300).sqrt()) for part in parts]
-        scale = sum(len(part.yy) for part in parts)
-    joint = join_channels(parts, unit.count)
-    order, added = rank_channels(joint, unit.heads, len(joint.xx) // unit.count * unit.group)
-    losses = [0.0, *(float(added[(unit.count - count) // unit.group - 1]) / scale for count in counts[1:])]
-    if not unit.tokens:
-        return Estimates(unit, counts, losses, order)
-    (values,) = parts
-    projection = output_parameters(model.get_submodule(unit.writers[0]))
-    lost = lost_logits(observed.queries, observed.keys, *projection, unit.heads)
-    # A small error e of the logits multiplies the weights of the values by about 1 + e.
-    squares = lost.clamp(min=0) * model.get_submodule(unit.owner).qk_scale ** 2
-    errors = [float(squares[:, count // unit.heads].clamp(max=1.0).mean()) for count in counts[1:]]
-    by_rank = (error * float(values.yy.sum()) / scale for error in errors)
-    losses = [0.0, *(loss + more for loss, more in zip(losses[1:], by_rank, strict=True))]
-    return Estimates(unit, counts, losses, order)
