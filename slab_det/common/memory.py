@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,14 @@ def keep_freed_memory() -> None:
     chosen, and nothing changes.
     """
     global _is_kept
-    option = getattr(ctypes.CDLL(None), 'mallopt', None)
+    option = _c_function('mallopt')
     if option is not None and not any(name in os.environ for name in _VARIABLES):
         _is_kept = bool(option(_MMAP_MAX, 0) and option(_TRIM_THRESHOLD, -1))
+
+
+def _c_function(name: str) -> Callable | None:
+    """A function of the C library that this process runs on; None where it has no such function."""
+    return getattr(ctypes.CDLL(None), name, None) if os.name == 'posix' else None
 
 
 def keeps_freed_memory() -> bool:
@@ -40,7 +45,7 @@ def keeps_freed_memory() -> bool:
 
 def release_memory() -> None:
     """Returns freed memory to the system: glibc keeps as much as is in use, in pieces that fit no later step."""
-    if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
+    if trim := _c_function('malloc_trim'):
         trim(0)
 
 

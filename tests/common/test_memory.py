@@ -44,6 +44,14 @@ def test_a_freed_block_stays_unless_the_user_has_chosen(variables: dict, after: 
 
 
 def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: None) -> None:
+        raise TypeError('Windows has no library without a name')
+
+    with monkeypatch.context() as windows:
+        windows.setattr(memory.os, 'name', 'nt')
+        windows.setattr(memory.ctypes, 'CDLL', refuse)
+        memory.keep_freed_memory()
+        memory.release_memory()
     monkeypatch.setattr(memory.ctypes, 'CDLL', lambda _: object())
     memory.keep_freed_memory()
     assert not memory._is_kept

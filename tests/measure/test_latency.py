@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.common.errors import SlabDetError
+from slab_det.machine import MACHINE
 from slab_det.measure import timer
 from slab_det.measure.latency import LatencyResult, latency_table
 
@@ -103,7 +104,8 @@ def test_end_to_end_gives_boxes_of_the_original_image(small_detector, tmp_path: 
     assert found.masks.shape[1:] == (90, 120)
 
 
-def test_half_precision_weights_run_without_autocast() -> None:
+def test_half_precision_weights_run_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MACHINE, 'processors', 2)
     before = torch.get_num_threads()
     model = RecordingDetector()
     result = measure(model, dtype='bfloat16', threads=2)
