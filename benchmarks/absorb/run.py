@@ -32,6 +32,7 @@ from mmengine.config import Config
 from torch import nn
 
 from benchmarks.absorb.controls import with_affine_ffns, with_scales_for_norms, with_thin_blocks
+from benchmarks.hard.train import schedule
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
 from slab_det.checkpoints import build_detector
@@ -43,10 +44,11 @@ from slab_det.recalibration import recalibration_dataloader
 
 CONFIGS = {
     'hard': 'benchmarks/hard/mask_rcnn_swin.py',
+    'hard_320': 'benchmarks/hard/mask_rcnn_swin_320.py',
     'bccd': 'benchmarks/bccd/faster_rcnn_swin_small.py',
     'dsb2018': 'benchmarks/dsb2018/mask_rcnn_swin_small.py',
 }
-METRICS = {'bccd': 'bbox', 'dsb2018': 'segm', 'hard': 'segm'}
+METRICS = {'bccd': 'bbox', 'dsb2018': 'segm', 'hard': 'segm', 'hard_320': 'segm'}
 FINETUNE = ROOT / 'benchmarks/finetune/schedule.py'
 TUNE = ROOT / 'configs/_base_/schedules/tune_absorbed.py'
 IN_PROCESS = dict(num_workers=0, persistent_workers=False)
@@ -54,6 +56,8 @@ IN_PROCESS = dict(num_workers=0, persistent_workers=False)
 CHANNELS = (0.7, 0.5, 0.33)
 CORRUPTIONS = ('defocus_blur', 'gaussian_noise', 'contrast', 'jpeg_compression')
 SEVERITIES = (1, 3, 5)
+# Iterations from scratch.
+SCRATCH = 250
 # What is measured by default.
 WAYS = ('all gone', 'control', 'tuned', 'tuned without labels', 'tuned on a folder', 'for int8')
 WAYS += tuple(f'channels {share}' for share in CHANNELS)
@@ -106,7 +110,7 @@ def train(config: str | Path, work_dir: Path, data_root: str | None, *options: s
 
 def find_teacher(args: argparse.Namespace, seed: int, folder: Path) -> tuple[Config, Path]:
     """Config and checkpoint of the teacher of a seed, which is trained unless that is done."""
-    if args.dataset == 'hard':
+    if args.dataset.startswith('hard'):
         folder = args.teachers / f'ln-{args.width}-{args.iterations}' / f'seed{seed}' / 'detector'
         if not (folder / 'done').exists():
             raise SystemExit(f'{folder} has no trained teacher: run python -m benchmarks.hard.train first')
@@ -176,6 +180,15 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
         last = train(config, folder / 'control', args.data_root, f'randomness.seed={seed}')
         return ap(build_detector(cfg, str(last)))
 
+    def from_scratch(start: str) -> dict:
+        """A student's layers, trained with labels and random weights for about the time of survey and fine-tune."""
+        fused = Config.fromfile(folder / f'{start}_config.py')
+        config = Config({**cfg.to_dict(), **schedule(SCRATCH, lr_end=8e-6), 'model': fused.model.to_dict()})
+        file = folder / f'{start}_scratch_config.py'
+        config.dump(file)
+        last = train(file, folder / f'{start}_scratch', args.data_root, f'randomness.seed={seed}')
+        return ap(build_detector(fused, str(last)))
+
     no_labels = 'model.task_weight=0'
     ways = {
         'teacher': lambda: ap(teacher),
@@ -195,6 +208,8 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
         name, way = f'channels{100 * share:.0f}', f'channels {share}'
         ways[way] = partial(absorbed, name, channels=share)
         ways[f'{way}, tuned without labels'] = partial(tuned, f'{name}_tuned', name, no_labels)
+        ways[f'{way}, tuned'] = partial(tuned, f'{name}_tuned_with_labels', name)
+        ways[f'{way}, from scratch'] = partial(from_scratch, name)
     for way in ('teacher', *(f'channels {share}' for share in CHANNELS)):
         ways[f'{way}, bfloat16'] = lambda way=way: ap(slab_det.deploy(student_of(way), dtype=torch.bfloat16))
         for name, severity in product(CORRUPTIONS, SEVERITIES):
