@@ -233,8 +233,12 @@ def build_detector_cfg(detector: str = 'mask_rcnn', **backbone) -> Config:
     channels = [backbone['embed_dims'] * 2**i for i in backbone.get('out_indices', range(4))]
     model = Config.fromfile(CONFIGS / '_base_/models/mask_rcnn_swin_small.py').model
     model.backbone = backbone
-    model.neck.in_channels = channels
-    model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
+    model.neck.update(in_channels=channels, out_channels=16)
+    model.rpn_head.update(in_channels=16, feat_channels=16)
+    heads = model.roi_head
+    heads.bbox_roi_extractor.out_channels = heads.mask_roi_extractor.out_channels = 16
+    heads.bbox_head.update(in_channels=16, fc_out_channels=64, num_classes=3)
+    heads.mask_head.update(in_channels=16, conv_out_channels=16, num_classes=3)
     # On so small an image, the heads that look at regions take most of the time.
     model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
     model.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=50)
