@@ -14,7 +14,7 @@ import resource
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,8 @@ from yapf.yapflib import yapf_api
 from slab_det.machine import MACHINE
 from slab_det.common import memory
 from slab_det.common.errors import SlabDetError, describe_error
+from slab_det.export import in_onnxruntime, in_openvino
+from slab_det.export.extras import Start, limit_threads
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(
@@ -94,6 +96,22 @@ mmengine.runner.runner.collect_env = cache(mmengine.runner.runner.collect_env)
 
 # Building a dataset collects all garbage of the process: a tenth of that time.
 mmengine.dataset.base_dataset.gc = SimpleNamespace(collect=lambda: 0)
+
+
+def share_sessions(start: Start) -> Start:
+    """Loads a file once in each process: a session takes longer to make than a small file to run."""
+    load = lru_cache(8)(lambda process, *arguments: start(*arguments))
+
+    @wraps(start)
+    def shared(model: str | bytes, threads: int, precision: str = 'f32'):
+        content = model if isinstance(model, bytes) else Path(model).read_bytes()
+        return load(os.getpid(), content, limit_threads(threads), precision)
+
+    return shared
+
+
+for runtime in (in_onnxruntime, in_openvino):
+    runtime.start = share_sessions(runtime.start)
 
 
 def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:

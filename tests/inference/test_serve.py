@@ -46,7 +46,7 @@ from slab_det.common.errors import CheckpointError, ConfigError, DataError, Depl
 from slab_det.common.pipeline import ImagePipeline, inference_steps
 from slab_det.common.record import write_record
 from slab_det.data import SyntheticShapes
-from slab_det.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.export import check_parity, export_onnx, in_onnxruntime, load_runtime, random_images
 from slab_det.export.settings import detector_settings, follow_config
 from slab_det.fusion import FusionError, save_fused
 from slab_det.inference import ImageListError, ServedDetector
@@ -175,6 +175,7 @@ def test_a_runtime_starts_no_more_threads_than_this_process_may_use(files, monke
     import onnxruntime
 
     asked = []
+    monkeypatch.setattr(in_onnxruntime, 'start', in_onnxruntime.start.__wrapped__)
     monkeypatch.setattr(os, 'cpu_count', lambda: 64)
     monkeypatch.setattr(
         onnxruntime, 'InferenceSession', lambda _, options, **__: asked.append(options.intra_op_num_threads)
