@@ -10,6 +10,7 @@ if not os.path.exists('/dev/nvidia0'):
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
+import gc
 import resource
 import runpy
 import sys
@@ -208,7 +209,18 @@ def pictures(count=6, size=(66, 70), seed=0):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the slowest files first: a worker of pytest-xdist takes whole files, and would run a slow last one alone."""
-    items.sort(key=lambda item: item.path.parent.name not in ('e2e', 'export', 'tools'))
+    slow = {'e2e', 'export', 'inference', 'optimization', 'tools', 'test_bad_input.py', 'test_fuzz.py', 'test_wheel.py'}
+    items.sort(key=lambda item: not {item.path.parent.name, item.path.name} & slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of each collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -245,18 +257,26 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def narrow_heads(model: Config) -> None:
+    """Makes the neck and heads of a Faster or Mask R-CNN as narrow as small backbones are, in place."""
+    heads = model.roi_head
+    model.neck.out_channels = model.rpn_head.in_channels = model.rpn_head.feat_channels = 16
+    heads.bbox_roi_extractor.out_channels = 16
+    heads.bbox_head.update(in_channels=16, fc_out_channels=64)
+    if heads.get('mask_head'):
+        heads.mask_roi_extractor.out_channels = 16
+        heads.mask_head.update(in_channels=16, conv_out_channels=16)
+
+
 def build_detector_cfg(detector: str = 'mask_rcnn', **backbone) -> Config:
     """The config of a small Mask or Faster R-CNN for arguments of its backbone."""
     backbone = {**SMALL_SWIN, **backbone}
     channels = [backbone['embed_dims'] * 2**i for i in backbone.get('out_indices', range(4))]
     model = Config.fromfile(CONFIGS / '_base_/models/mask_rcnn_swin_small.py').model
     model.backbone = backbone
-    model.neck.update(in_channels=channels, out_channels=16)
-    model.rpn_head.update(in_channels=16, feat_channels=16)
-    heads = model.roi_head
-    heads.bbox_roi_extractor.out_channels = heads.mask_roi_extractor.out_channels = 16
-    heads.bbox_head.update(in_channels=16, fc_out_channels=64, num_classes=3)
-    heads.mask_head.update(in_channels=16, conv_out_channels=16, num_classes=3)
+    model.neck.in_channels = channels
+    narrow_heads(model)
+    model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
     # On so small an image, the heads that look at regions take most of the time.
     model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
     model.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=50)

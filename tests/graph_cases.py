@@ -44,9 +44,8 @@ def build(kind, rng, varied=False):
     With ``varied``, its settings are random too.
     """
     cfg = Config.fromstring(f"_base_ = ['mmdet::{(CONFIGS | QUERIES | SEGMENTERS)[kind]}.py']", '.py').model
-    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
-    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
+    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN'), 'depths': (1, 1, 1, 1)}
     if 'neck' in cfg:
         cfg.neck.in_channels = [8, 16, 32, 64]
     if 'stacked_convs' in cfg.get('bbox_head', {}):
