@@ -45,7 +45,7 @@ def build(kind, rng, varied=False):
     """
     cfg = Config.fromstring(f"_base_ = ['mmdet::{(CONFIGS | QUERIES | SEGMENTERS)[kind]}.py']", '.py').model
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
-    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN'), 'depths': (1, 1, 1, 1)}
+    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     if 'neck' in cfg:
         cfg.neck.in_channels = [8, 16, 32, 64]
     if 'stacked_convs' in cfg.get('bbox_head', {}):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL_SWIN, small_mmdet_cfg
+from conftest import SMALL_SWIN, find_objects, small_mmdet_cfg
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -109,7 +109,7 @@ def test_one_mask_at_a_time_is_in_memory():
 @pytest.fixture
 def detector(small_detector: Callable[..., nn.Module]) -> nn.Module:
     """A small Mask R-CNN that finds objects in noise."""
-    model = slab_det.fuse(small_detector())
+    model = find_objects(slab_det.fuse(small_detector(seed=1)))
     model.rpn_head.test_cfg.update(nms_pre=60, max_per_img=40)
     model.roi_head.test_cfg.max_per_img = 20
     return model
