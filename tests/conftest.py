@@ -121,10 +121,9 @@ def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
     cfg.backbone = backbone
     cfg.neck.update(in_channels=[8, 16, 32, 64], out_channels=16, **neck)
     if 'roi_head' in cfg:
-        cfg.rpn_head.update(in_channels=16, feat_channels=16)
-        cfg.roi_head.bbox_roi_extractor.out_channels = 16
+        narrow_heads(cfg)
         for head in cfg.roi_head.bbox_head:
-            head.update(in_channels=16, fc_out_channels=16, num_classes=3)
+            head.update(fc_out_channels=16, num_classes=3)
     else:
         cfg.bbox_head.update(in_channels=16, feat_channels=64, num_classes=3)
     return cfg
@@ -258,11 +257,12 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def narrow_heads(model: Config) -> None:
-    """Makes the neck and heads of a Faster or Mask R-CNN as narrow as small backbones are, in place."""
+    """Makes the neck and heads of a Faster, Mask or Cascade R-CNN as narrow as small backbones are, in place."""
     heads = model.roi_head
     model.neck.out_channels = model.rpn_head.in_channels = model.rpn_head.feat_channels = 16
     heads.bbox_roi_extractor.out_channels = 16
-    heads.bbox_head.update(in_channels=16, fc_out_channels=64)
+    for head in heads.bbox_head if isinstance(heads.bbox_head, list) else [heads.bbox_head]:
+        head.update(in_channels=16, fc_out_channels=64)
     if heads.get('mask_head'):
         heads.mask_roi_extractor.out_channels = 16
         heads.mask_head.update(in_channels=16, conv_out_channels=16)

@@ -130,8 +130,7 @@ def test_rle_masks_of_deployed_detectors_equal_their_full_masks(name, rescale, d
     if name == 'cascade':
         backbone = SMALL_SWIN | dict(norm_cfg=dict(type='LN'))
         cfg = small_mmdet_cfg('cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco', backbone)
-        cfg.roi_head.mask_roi_extractor.out_channels = 16
-        cfg.roi_head.mask_head.update(in_channels=16, conv_out_channels=16, num_classes=3)
+        cfg.roi_head.mask_head.num_classes = 3
         cfg.test_cfg.rcnn.update(score_thr=0.0, max_per_img=20)
         detector = MODELS.build(cfg).eval()
     elif name == 'class-agnostic':
@@ -167,7 +166,7 @@ def test_image_without_objects_has_an_empty_list_of_masks(detector):
 
 
 def test_detector_without_masks_of_fcn_mask_head_refuses_rle(detector, small_detector, tmp_path):
-    boxes_alone = slab_det.fuse(small_detector('faster_rcnn'))
+    boxes_alone = slab_det.fuse(small_detector('faster_rcnn', depths=(1, 1, 1, 1)))
     cfg = Config.fromstring("_base_ = ['mmdet::rtmdet/rtmdet-ins_tiny_8xb32-300e_coco.py']", '.py').model
     other_head = copy.deepcopy(detector)
     other_head.roi_head.mask_head.__class__ = OtherMaskHead
