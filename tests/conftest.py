@@ -10,11 +10,12 @@ if not os.path.exists('/dev/nvidia0'):
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
+import gc
 import resource
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,8 @@ from yapf.yapflib import yapf_api
 from slab_det.machine import MACHINE
 from slab_det.common import memory
 from slab_det.common.errors import SlabDetError, describe_error
+from slab_det.export import in_onnxruntime, in_openvino
+from slab_det.export.extras import Start, limit_threads
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(
@@ -96,16 +99,31 @@ mmengine.runner.runner.collect_env = cache(mmengine.runner.runner.collect_env)
 mmengine.dataset.base_dataset.gc = SimpleNamespace(collect=lambda: 0)
 
 
+def share_sessions(start: Start) -> Start:
+    """Loads a file once in each process: a session takes longer to make than a small file to run."""
+    load = lru_cache(8)(lambda process, *arguments: start(*arguments))
+
+    @wraps(start)
+    def shared(model: str | bytes, threads: int, precision: str = 'f32'):
+        content = model if isinstance(model, bytes) else Path(model).read_bytes()
+        return load(os.getpid(), content, limit_threads(threads), precision)
+
+    return shared
+
+
+for runtime in (in_onnxruntime, in_openvino):
+    runtime.start = share_sessions(runtime.start)
+
+
 def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
     """The model of one of mmdet's configs with an FPN, on a backbone with the channels of SMALL_SWIN."""
     cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
     cfg.backbone = backbone
     cfg.neck.update(in_channels=[8, 16, 32, 64], out_channels=16, **neck)
     if 'roi_head' in cfg:
-        cfg.rpn_head.update(in_channels=16, feat_channels=16)
-        cfg.roi_head.bbox_roi_extractor.out_channels = 16
+        narrow_heads(cfg)
         for head in cfg.roi_head.bbox_head:
-            head.update(in_channels=16, fc_out_channels=16, num_classes=3)
+            head.update(fc_out_channels=16, num_classes=3)
     else:
         cfg.bbox_head.update(in_channels=16, feat_channels=64, num_classes=3)
     return cfg
@@ -190,7 +208,18 @@ def pictures(count=6, size=(66, 70), seed=0):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the slowest files first: a worker of pytest-xdist takes whole files, and would run a slow last one alone."""
-    items.sort(key=lambda item: item.path.parent.name not in ('e2e', 'export', 'tools'))
+    slow = {'e2e', 'export', 'inference', 'optimization', 'tools', 'test_bad_input.py', 'test_fuzz.py', 'test_wheel.py'}
+    items.sort(key=lambda item: not {item.path.parent.name, item.path.name} & slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of each collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +256,18 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def narrow_heads(model: Config) -> None:
+    """Makes the neck and heads of a Faster, Mask or Cascade R-CNN as narrow as small backbones are, in place."""
+    heads = model.roi_head
+    model.neck.out_channels = model.rpn_head.in_channels = model.rpn_head.feat_channels = 16
+    heads.bbox_roi_extractor.out_channels = 16
+    for head in heads.bbox_head if isinstance(heads.bbox_head, list) else [heads.bbox_head]:
+        head.update(in_channels=16, fc_out_channels=64)
+    if heads.get('mask_head'):
+        heads.mask_roi_extractor.out_channels = 16
+        heads.mask_head.update(in_channels=16, conv_out_channels=16)
+
+
 def build_detector_cfg(detector: str = 'mask_rcnn', **backbone) -> Config:
     """The config of a small Mask or Faster R-CNN for arguments of its backbone."""
     backbone = {**SMALL_SWIN, **backbone}
@@ -234,6 +275,7 @@ def build_detector_cfg(detector: str = 'mask_rcnn', **backbone) -> Config:
     model = Config.fromfile(CONFIGS / '_base_/models/mask_rcnn_swin_small.py').model
     model.backbone = backbone
     model.neck.in_channels = channels
+    narrow_heads(model)
     model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
     # On so small an image, the heads that look at regions take most of the time.
     model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
@@ -368,6 +410,15 @@ def as_trained(model: nn.Module, seed: int = 0) -> nn.Module:
     slab_det.set_gamma(randomize(model, seed), 0.0)
     # mmdet's Swin returns None.
     model.eval()
+    return model
+
+
+@torch.no_grad()
+def find_objects(model: nn.Module) -> nn.Module:
+    """Keeps the boxes of a random detector near their anchors; most boxes of extreme shape are clipped to nothing."""
+    for layer in (model.rpn_head.rpn_reg, model.roi_head.bbox_head.fc_reg):
+        layer.weight.mul_(0.1)
+        layer.bias.zero_()
     return model
 
 

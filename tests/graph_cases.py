@@ -44,7 +44,6 @@ def build(kind, rng, varied=False):
     With ``varied``, its settings are random too.
     """
     cfg = Config.fromstring(f"_base_ = ['mmdet::{(CONFIGS | QUERIES | SEGMENTERS)[kind]}.py']", '.py').model
-    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
     if 'neck' in cfg:

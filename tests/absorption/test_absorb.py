@@ -7,7 +7,7 @@ from types import MethodType
 
 import pytest
 import torch
-from conftest import differing, layer_norms, make_affine, pictures, raw_outputs
+from conftest import differing, find_objects, layer_norms, make_affine, pictures, raw_outputs
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from teachers import BACKBONES, NORMS_GONE, build_teacher
@@ -161,7 +161,7 @@ def test_if_the_teacher_finds_nothing_the_loss_is_unknown(teacher, monkeypatch):
 @pytest.mark.parametrize('options', [dict(channels=1, norms='remove'), dict(channels=0.6)])
 def test_images_of_two_pixels_are_fitted_and_no_loss_is_announced(teacher, options):
     """No region reaches the mask head, and nothing is held out."""
-    report = absorb(teacher(), pictures(2, (1, 2)), progress=False, **options).absorption_report
+    report = absorb(find_objects(teacher()), pictures(2, (1, 2)), progress=False, **options).absorption_report
     assert 'fitted images' in str(report) and 'AP about' not in str(report)
     assert 'the loss of AP is unknown, because nothing was held out' in str(report)
 

@@ -73,7 +73,7 @@ def build_with_pafpn():
 
 
 TEACHERS = {
-    'SLABSwin': lambda: build_teacher('SLABSwin', narrow=False),
+    'SLABSwin': build_teacher,
     'SwinTransformer': lambda: build_teacher('SwinTransformer', 'faster_rcnn', narrow=False),
     'PyramidVisionTransformer': lambda: build_teacher('PyramidVisionTransformer', 'faster_rcnn', narrow=False),
     'RetinaNet': build_single_stage,

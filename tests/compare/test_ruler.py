@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, find_objects
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.structures import InstanceData
@@ -128,7 +128,7 @@ def test_detections_are_those_of_the_test_loop(detector: str, tmp_path, small_de
     generate(tmp_path / 'data', num_train=3, num_val=1, size=(96, 80))
     cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
     set_data_root(cfg, tmp_path / 'data')
-    model = small_detector(detector)
+    model = find_objects(small_detector(detector))
     model.train()
     model.neck.eval()
     loader = recalibration_dataloader(cfg, 3, 'test')

@@ -30,7 +30,10 @@ val_evaluator = dict(collect_device='gpu')
 test_evaluator = val_evaluator
 model = dict(
     backbone=dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7)),
-    neck=dict(in_channels=[8, 16, 32, 64]))
+    neck=dict(in_channels=[8, 16, 32, 64], out_channels=16), rpn_head=dict(in_channels=16, feat_channels=16),
+    roi_head=dict(
+        bbox_roi_extractor=dict(out_channels=16), bbox_head=dict(in_channels=16, fc_out_channels=64),
+        mask_roi_extractor=dict(out_channels=16), mask_head=dict(in_channels=16, conv_out_channels=16)))
 train_cfg = dict(max_iters=4, val_interval=10)
 default_hooks = dict(checkpoint=dict(interval=2))
 auto_scale_lr = dict(enable=False, base_batch_size=2)

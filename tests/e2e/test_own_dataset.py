@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from conftest import CONFIGS, SMALL_SWIN
+from conftest import CONFIGS, SMALL_SWIN, narrow_heads
 from mmengine.config import Config
 from PIL import Image
 
@@ -24,6 +24,7 @@ def shrink(path: Path) -> None:
     cfg = Config.fromfile(path)
     cfg.model.backbone.update(SMALL_SWIN, norm_cfg=cfg.model.backbone.norm_cfg, init_cfg=None)
     cfg.model.neck.in_channels = [SMALL_SWIN['embed_dims'] * 2**i for i in range(4)]
+    narrow_heads(cfg.model)
     cfg.model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
     cfg.model.test_cfg.rcnn.max_per_img = 10
     cfg.model.train_cfg.rcnn.sampler.num = 32

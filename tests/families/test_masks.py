@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL_SWIN, small_mmdet_cfg
+from conftest import SMALL_SWIN, find_objects, small_mmdet_cfg
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -109,7 +109,7 @@ def test_one_mask_at_a_time_is_in_memory():
 @pytest.fixture
 def detector(small_detector: Callable[..., nn.Module]) -> nn.Module:
     """A small Mask R-CNN that finds objects in noise."""
-    model = slab_det.fuse(small_detector())
+    model = find_objects(slab_det.fuse(small_detector(seed=1)))
     model.rpn_head.test_cfg.update(nms_pre=60, max_per_img=40)
     model.roi_head.test_cfg.max_per_img = 20
     return model
@@ -130,8 +130,7 @@ def test_rle_masks_of_deployed_detectors_equal_their_full_masks(name, rescale, d
     if name == 'cascade':
         backbone = SMALL_SWIN | dict(norm_cfg=dict(type='LN'))
         cfg = small_mmdet_cfg('cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco', backbone)
-        cfg.roi_head.mask_roi_extractor.out_channels = 16
-        cfg.roi_head.mask_head.update(in_channels=16, conv_out_channels=16, num_classes=3)
+        cfg.roi_head.mask_head.num_classes = 3
         cfg.test_cfg.rcnn.update(score_thr=0.0, max_per_img=20)
         detector = MODELS.build(cfg).eval()
     elif name == 'class-agnostic':
@@ -167,7 +166,7 @@ def test_image_without_objects_has_an_empty_list_of_masks(detector):
 
 
 def test_detector_without_masks_of_fcn_mask_head_refuses_rle(detector, small_detector, tmp_path):
-    boxes_alone = slab_det.fuse(small_detector('faster_rcnn'))
+    boxes_alone = slab_det.fuse(small_detector('faster_rcnn', depths=(1, 1, 1, 1)))
     cfg = Config.fromstring("_base_ = ['mmdet::rtmdet/rtmdet-ins_tiny_8xb32-300e_coco.py']", '.py').model
     other_head = copy.deepcopy(detector)
     other_head.roi_head.mask_head.__class__ = OtherMaskHead

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, build_detector_cfg, on_a_full_disk, pretend_machine, randomize
+from conftest import CONFIGS, build_detector_cfg, find_objects, on_a_full_disk, pretend_machine, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
@@ -75,7 +75,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cfg.dump(folder / 'small.py')
     torch.manual_seed(0)
     meta = dict(dataset_meta=dict(classes=SyntheticShapes.METAINFO['classes']))
-    torch.save(dict(state_dict=randomize(MODELS.build(cfg.model)).state_dict(), meta=meta), folder / 'small.pth')
+    model = find_objects(randomize(MODELS.build(cfg.model)))
+    torch.save(dict(state_dict=model.state_dict(), meta=meta), folder / 'small.pth')
     return folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, layer_norms, randomize
+from conftest import CONFIGS, find_objects, layer_norms, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
@@ -42,7 +42,7 @@ def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
         loader.persistent_workers = False
     cfg.val_evaluator.metric = cfg.test_evaluator.metric = 'bbox'
     cfg.dump(tmp_path / 'small.py')
-    model = randomize(MODELS.build(cfg.model))
+    model = find_objects(randomize(MODELS.build(cfg.model)))
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'small.pth')
     return name_classes(tmp_path / 'small.pth', ('a', 'b', 'c', 'd'))
 
@@ -82,7 +82,7 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert all(norm['reason'] for norm in report['norms'] if norm['outcome'] == 'kept')
     assert student.dataset_meta == dict(classes=SyntheticShapes.METAINFO['classes'])
     loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
-    held_out = [teacher.data_preprocessor(batch)['inputs'] for batch in [*loader][4::5]]
+    held_out = [*loader][4::5]
     parts = detect(teacher, held_out, mirrored=True), *(detect(model, held_out) for model in (teacher, student))
     value = retained_ap(*parts).value
     assert [row['retained_ap'] for row in report['rows'].values()] == [1.0, pytest.approx(value, abs=1e-3)]
@@ -197,10 +197,10 @@ def test_errors_are_one_line(arguments: tuple, message: str, detector: Path, cal
 
 
 def test_a_share_of_the_multiply_adds_is_left_and_norms_stay(detector: Path, call) -> None:
-    options = ('--channels', 0.4, '--data-root', 'data', '--json', 'report.json', *QUICK)
+    options = ('--channels', 0.5, '--data-root', 'data', '--json', 'report.json', *QUICK)
     result = call('absorb.py', 'small.py', detector, '--out', 'pruned.pth', *options)
     before, after = json.loads(Path('report.json').read_text())['multiply_adds']
-    assert 0.3 < after / before <= 0.4
+    assert 0.4 < after / before <= 0.5
     assert f'{after / 1e6:.1f} of {before / 1e6:.1f} million left, {after / before:.0%}' in result.out
     pruned = build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth')
     assert len(layer_norms(pruned)) == NORMS
