@@ -29,8 +29,8 @@ BACKBONES = {
 }
 
 
-def shrink_heads(cfg):
-    """Narrow heads and few regions: on so small images, most of the time of an absorption is theirs."""
+def widen_heads(cfg):
+    """Heads of 32 channels, which lose several steps of 8, and few regions, whose heads take most of the time."""
     cfg.neck.out_channels = 32
     cfg.rpn_head.update(in_channels=32, feat_channels=32)
     cfg.test_cfg.rpn.max_per_img = 50
@@ -43,14 +43,14 @@ def shrink_heads(cfg):
         heads.mask_head.in_channels = 32
 
 
-def build_teacher(backbone='SLABSwin', detector='mask_rcnn', narrow=True, **options):
+def build_teacher(backbone='SLABSwin', detector='mask_rcnn', wide=True, **options):
     """A detector with one of BACKBONES and random weights; its attribute cfg is its config."""
     cfg = build_detector_cfg(detector, **SWIN)
     cfg.backbone = copy.deepcopy(BACKBONES[backbone] | options)
     # A PVT stage has embed_dims channels per head.
     cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
-    if narrow:
-        shrink_heads(cfg)
+    if wide:
+        widen_heads(cfg)
     model = as_trained(MODELS.build(cfg))
     model.cfg = cfg
     return model

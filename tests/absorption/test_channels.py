@@ -74,8 +74,8 @@ def build_with_pafpn():
 
 TEACHERS = {
     'SLABSwin': build_teacher,
-    'SwinTransformer': lambda: build_teacher('SwinTransformer', 'faster_rcnn', narrow=False),
-    'PyramidVisionTransformer': lambda: build_teacher('PyramidVisionTransformer', 'faster_rcnn', narrow=False),
+    'SwinTransformer': lambda: build_teacher('SwinTransformer', 'faster_rcnn', wide=False),
+    'PyramidVisionTransformer': lambda: build_teacher('PyramidVisionTransformer', 'faster_rcnn', wide=False),
     'RetinaNet': build_single_stage,
     'ATSS': lambda: build_single_stage('atss/atss_r50_fpn_1x_coco', norm_cfg=dict(type='GN', num_groups=4)),
     'FCOS': lambda: build_single_stage(
@@ -152,7 +152,7 @@ def add_twins(model, units):
 @pytest.mark.parametrize('build', [build_teacher, TEACHERS['ATSS'], build_rtmdet])
 def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build, tmp_path):
     # Narrow heads have too few channels for a close fit.
-    model = build(narrow=False, act_cfg=dict(type='ReLU')) if build is build_teacher else build()
+    model = build(wide=False, act_cfg=dict(type='ReLU')) if build is build_teacher else build()
     model = model.double()
     # In other units neither layers nor ReLU keep the pairs.
     units = [unit for unit in find_channels(model).values() if unit.tokens or 'head' in unit.name]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import pictures
+from conftest import find_objects, pictures
 from teachers import build_teacher, prune, survey
 
 from slab_det.absorption import images as reading
@@ -65,7 +65,7 @@ def test_drafts_are_compared_on_fewer_crops_than_small_images(tmp_path, monkeypa
 
 
 def test_a_crop_has_its_share_of_the_objects_of_an_image(tmp_path, monkeypatch):
-    model, (image, *_) = build_teacher(), pictures(1, (224, 448))
+    model, (image,) = find_objects(build_teacher(detector='faster_rcnn')), pictures(1, (224, 448))
     adopt(model)
     monkeypatch.setattr(reading, 'CROP', 224 * 224)
     monkeypatch.setattr(reading, 'IMAGES', 1)
@@ -82,7 +82,7 @@ def test_a_crop_has_its_share_of_the_objects_of_an_image(tmp_path, monkeypatch):
 
 
 def test_drafts_of_heads_read_the_maps_of_the_teacher(tmp_path):
-    model = build_teacher()
+    model = find_objects(build_teacher(detector='faster_rcnn'))
     adopt(model)
     surveyed = survey(model, pictures(4, (34, 70)), tmp_path)
     judge, store = Judge(model, surveyed.observer.images), surveyed.observer.images.store
