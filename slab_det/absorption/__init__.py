@@ -1,5 +1,5 @@
-"""Absorption: replaces the LayerNorms of a trained detector by affine maps inside its linear layers, without labels."""
+"""Absorption: removes hidden channels and, if asked, LayerNorms of a trained detector, without labels or training."""
 
-from slab_det.absorption.absorption_report import AbsorptionReport, NormAbsorption
+from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption, NormAbsorption
 
-__all__ = ['AbsorptionReport', 'NormAbsorption']
+__all__ = ['AbsorptionReport', 'ChannelAbsorption', 'NormAbsorption']

@@ -121,12 +121,13 @@ def absorb(
                 "channels='auto' compares detections: give a detector (not in float64), or a number: channels=0.5 for "
                 'half of the multiply-adds, channels=1 for all'
             )
-        maps = {}
+        maps, can_lose_channels = {}, False
         if observer:
             survey = Survey(observer, progress)
             survey.prices = measure_prices(survey, judge, work_dir)
             share = find_least_share(survey, judge, progress) if channels == 'auto' else channels
             maps = survey.prune(student, survey.choose(share), report)
+            can_lose_channels = bool(survey.estimates)
             # Its sums take gigabytes.
             del survey
         if plan.absorbed:
@@ -137,7 +138,7 @@ def absorb(
         student.fusion_report = FusionReport([*past.norms, *plan.fusions.values()], past.channels | report.counts)
         if compare:
             judge.describe(student, report)
-    _warn(student.absorption_report)
+    _warn(student.absorption_report, can_lose_channels)
     return student
 
 
@@ -197,11 +198,11 @@ def find_least_share(survey: Survey, judge: Judge, progress: bool) -> float:
     return high / 32
 
 
-def _warn(report: AbsorptionReport) -> None:
+def _warn(report: AbsorptionReport, can_lose_channels: bool) -> None:
     warn = MMLogger.get_current_instance().warning
-    if report.channels and not report.pruned:
+    if report.channels and not can_lose_channels:
         warn(f'no hidden channel was removed: {report.channels[0].reason}')
-    elif report.multiply_adds and not report.pruned:
+    elif can_lose_channels and not report.pruned:
         warn(
             f'no hidden channel was removed: no student with fewer retains {LEAST_RETAINED_AP:.0%} of the AP; give a '
             'number, such as channels=0.9'

@@ -75,9 +75,10 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
     stored, regions, shares = {}, {}, {}
     prepare, grid = prepare_inputs(model, batches), _crop_grid(model)
+    batches = one_pass(batches)
     number = len(batches) if isinstance(batches, Sized) else 100
     family = find_absorbed(model) if heads else None
-    for index, batch in enumerate(one_pass(batches)):
+    for index, batch in enumerate(batches):
         inputs, samples = prepare(batch)
         share = IMAGES / number / len(inputs)
         if index == 0:

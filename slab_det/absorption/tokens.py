@@ -25,7 +25,7 @@ def sample_tokens(*parts: Tensor) -> list[Tensor]:
 
 
 def row_step(output: Tensor) -> int:
-    """Every how many rows of a map (B, C, H, W) :func:`sample_rows` takes."""
+    """The step n of :func:`sample_rows`, which takes every n-th row of a map (B, C, H, W)."""
     return max(1, output.shape[-2] * output.shape[-1] // POSITIONS)
 
 
@@ -41,7 +41,8 @@ def sample_patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
 
 
 def input_tokens(layer: nn.Module, source: Tensor, output: Tensor) -> Tensor:
-    """Inputs of a layer at some positions, one column per weight of an output: of many regions only some."""
+    """What some outputs of a layer are computed from, (..., columns): one column for each weight of an output. Of many
+    regions it takes some."""
     if isinstance(layer, nn.ConvTranspose2d):
         return output_tokens(source)
     some = slice(None, None, _region_step(output))

@@ -8,7 +8,7 @@ from slab_det.cli import command, find_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('config', help='config that the LayerNorm detector was trained with')
+    parser.add_argument('config', help='config that the detector was trained with')
     parser.add_argument('checkpoint', help='weights of the detector')
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='fused checkpoint, beside FILE_config.py')
     parser.add_argument('--data-root', metavar='DIR', help='root folder of all datasets of the config')
@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--channels',
         default='auto',
         metavar='SHARE',
-        help="share of the detector's multiply-adds to leave, such as 0.5: hidden channels of FFNs, attention and "
-        'heads go where they cost least; 1 leaves all; auto takes the least share that retains 99 %% of the AP, by '
-        'detections (default: auto)',
+        help="share of the detector's multiply-adds to leave, such as 0.5: hidden channels of FFNs, attention, the "
+        'FPN and heads go where they cost least; 1 leaves all; auto takes the least share that retains 99 %% of the '
+        'AP, by detections (default: auto)',
     )
     parser.add_argument(
         '--norms',
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
-    """Absorbs the LayerNorms of ``args.checkpoint``, writes the student and compares it with its teacher."""
+    """Removes channels or norms of ``args.checkpoint``, writes the student and compares it with its teacher."""
     from mmengine.config import Config
 
     import slab_det

@@ -32,9 +32,9 @@ def main(args: argparse.Namespace) -> None:
     model = build_detector(cfg, args.checkpoint)
     if not any(named_offline_norms(model)):
         raise FusionError(
-            f'{args.config} has no norm to fold: it is fused, or has LayerNorms; slab-det absorb folds LayerNorms '
-            "without training, and a training with backbone.norm_cfg=dict(type='PRepBN') and load_from=CHECKPOINT "
-            'replaces them'
+            f'{args.config} has no norm to fold: it is fused, or has LayerNorms; slab-det absorb --channels 1 '
+            '--norms remove absorbs LayerNorms without training, and a training with '
+            "backbone.norm_cfg=dict(type='PRepBN') and load_from=CHECKPOINT replaces them"
         )
     check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from mmdet.structures import DetDataSample
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from slab_det.common.errors import DataError
 
@@ -67,12 +67,20 @@ def one_pass(batches: Iterable) -> Iterable:
 
     The loader of a config that counts iterations never ends, and other loaders shuffle every pass. Anything but a
     DataLoader is returned as it is.
+
+    Raises:
+        DataError: If the loader's dataset has no order that could be fixed, as an IterableDataset has none.
     """
     if not isinstance(batches, DataLoader):
         return batches
+    if isinstance(batches.dataset, IterableDataset):
+        raise DataError('an IterableDataset may yield other images in every pass; give a list of batches: [*loader]')
+    order = [*islice(batches.batch_sampler or batches.sampler, len(batches))]
+    # A loader with batch_size=None has a dataset of batches.
+    order = dict(batch_sampler=order) if batches.batch_sampler else dict(sampler=order, batch_size=None)
     return DataLoader(
         batches.dataset,
-        batch_sampler=[*islice(batches.batch_sampler, len(batches))],
+        **order,
         num_workers=batches.num_workers,
         collate_fn=batches.collate_fn,
         worker_init_fn=batches.worker_init_fn,

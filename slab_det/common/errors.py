@@ -32,7 +32,7 @@ class CheckpointError(SlabDetError):
 
 
 class ConversionError(SlabDetError):
-    """Norms that cannot be converted or absorbed."""
+    """Norms that cannot be converted or absorbed, or hidden channels that cannot be removed."""
 
 
 class RankError(SlabDetError):

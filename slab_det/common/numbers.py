@@ -18,7 +18,10 @@ def check_size(size: Sequence[int], error: type[SlabDetError] = SlabDetError) ->
     if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides) or min(sides) < 1:
         raise error(f'--size {" ".join(map(str, sides))}: height and width are two whole numbers, at least 1')
     if sides[0] * sides[1] > limit:
-        raise error(f'--size {sides[0]} {sides[1]}: more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS')
+        raise error(
+            f'--size {sides[0]} {sides[1]}: more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS; give a '
+            'smaller size'
+        )
 
 
 def check_threads(

@@ -59,7 +59,8 @@ def generate(
         cache = os.environ.get('XDG_CACHE_HOME', '~/.cache') + '/slab_det'
         root = Path(os.environ.get('SLAB_DET_CACHE', cache)).expanduser() / f'synthetic-{spec["key"]}'
     root = Path(root)
-    if not root.exists():
+    is_empty = root.is_dir() and not any(root.iterdir())
+    if is_empty or not root.exists():
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f'.{root.name}-', dir=root.parent) as folder:
             building = Path(folder) / root.name

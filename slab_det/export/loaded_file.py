@@ -81,7 +81,7 @@ def load_runtime(
             is missing, damaged, not from slab-det, or without the threshold to change.
     """
     _check_options(runtime, threads, precision)
-    model, metadata = _read_file(path)
+    model, metadata = read_exported(path)
     is_int8 = any(node.op_type == 'DequantizeLinear' for node in model.graph.node)
     if is_int8 and metadata.get('int8_weight_bits', 8) == 8 and cuts_off_int8_sums(runtime):
         MMLogger.get_current_instance().warning(
@@ -124,10 +124,10 @@ def _check_options(runtime: str, threads: int, precision: str) -> None:
     check_threads(threads, ExportError, least=0, name='threads=')
 
 
-def _read_file(path: str | Path) -> tuple[Any, dict]:
+def read_exported(path: str | Path) -> tuple[Any, dict]:
     """The ``onnx.ModelProto`` of an exported file, and what the export wrote into it; ExportError for other files."""
     if not Path(path).is_file():
-        raise ExportError(f'{path} not found')
+        raise ExportError(f'there is no file {path}; give one that slab-det export wrote')
     onnx = import_extra('onnx')
     # protobuf comes with onnx.
     from google.protobuf.message import DecodeError

@@ -19,7 +19,7 @@ from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
 from slab_det.export.extras import import_extra
 from slab_det.export.in_onnxruntime import in_file_order
 from slab_det.export.int8_sums import cuts_off_int8_sums
-from slab_det.export.loaded_file import METADATA_KEY
+from slab_det.export.loaded_file import METADATA_KEY, read_exported
 from slab_det.families import EXPORTED
 from slab_det.runtimes import EXPORT_RUNTIMES
 
@@ -47,12 +47,13 @@ def quantize_onnx(
         The names of the nodes that were quantized.
 
     Raises:
-        ExportError: If the file is not in float32, or a package is not installed.
+        ExportError: If ``source`` is no exported file in float32, there is no image, or a package is not installed.
     """
     onnx = import_extra('onnx')
-    properties = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
-    metadata = json.loads(properties[METADATA_KEY])
-    if (precision := metadata.get('precision', 'float32')) != 'float32':
+    exported, metadata = read_exported(source)
+    properties = {entry.key: entry.value for entry in exported.metadata_props}
+    precision = 'int8' if 'int8_weight_bits' in metadata else metadata.get('precision', 'float32')
+    if precision != 'float32':
         raise ExportError(f'{source} is in {precision}: quantize the float32 file')
     quantization = import_extra('onnxruntime.quantization')
     if reduce_range is None:
@@ -71,12 +72,15 @@ def quantize_onnx(
         model = onnx.load(prepared)
         nodes, images = _find_quantized(model.graph), iter(images)
         first = [*islice(images, RANGE_IMAGES)]
+        if not first:
+            raise ExportError('there is no calibration image: give about a hundred')
         lost = equalize(model, nodes, first)[1]
         if lost:
             nodes = [node for node in nodes if node not in lost]
             MMLogger.get_current_instance().warning(
                 f'{len(lost)} layers stay in float32, because rounding to int8 would be more than {MOST_NOISE:.0%} of '
-                f'their output: {", ".join(lost)}; where LayerNorms were absorbed, absorb with --int8'
+                f'their output: {", ".join(lost)}; where LayerNorms were absorbed, absorb with '
+                '--norms remove --int8'
             )
         onnx.save(model, prepared)
         if nodes:

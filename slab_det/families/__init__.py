@@ -23,8 +23,16 @@ EXPORTED: tuple[type[BoxFamily], ...] = (TwoStage, Cascade, RetinaNet, ATSS, FCO
 FAMILIES: tuple[type[Family], ...] = (*EXPORTED, DeformableTransformer, MaskFormer, Mask2Former)
 
 __all__ = [
-    *('EXPORTED', 'FAMILIES', 'BoxFamily', 'Family', 'Frame', 'Objects', 'Unsupported', 'find_absorbed', 'find_family'),
-    *('require',),
+    'EXPORTED',
+    'FAMILIES',
+    'BoxFamily',
+    'Family',
+    'Frame',
+    'Objects',
+    'Unsupported',
+    'find_absorbed',
+    'find_family',
+    'require',
 ]
 
 

@@ -65,8 +65,8 @@ def build_for_end(runner: Runner, pipeline: str) -> BaseModel:
     if not any(named_offline_norms(model)):
         raise ConfigError(
             'RecalibrateFuseHook finds no norm that it could fuse: name one in the config, such as '
-            "backbone.norm_cfg=dict(type='TokenBN'), or remove the hook from custom_hooks; a LayerNorm detector is "
-            'fused after its training by slab-det absorb'
+            "backbone.norm_cfg=dict(type='TokenBN'), or remove the hook from custom_hooks; a LayerNorm detector "
+            'loses its norms after its training by slab-det absorb --norms remove'
         )
     check_fusible(model)
     plan_folds(model)

@@ -218,8 +218,9 @@ def _load_folder(
             f'{folder} says how its detector runs, as {stored.form.key}: leave {" and ".join(wrong)} out, or give form='
         )
     if 'threads' in options and not stored.form.is_exported:
-        check_threads(options['threads'])
-        torch.set_num_threads(options.pop('threads'))
+        check_threads(threads := options.pop('threads'), DeploymentError, name='threads=')
+        if threads is not None:
+            torch.set_num_threads(threads)
     device = None if stored.form.is_exported else device or stored.device
     # load_detector has dealt with memory already.
     return load_detector(stored.config, stored.weights, stored.form.runtime, device, masks, False, **known | options)

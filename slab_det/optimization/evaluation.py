@@ -11,7 +11,7 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from torch import nn
 
-from slab_det.common.errors import ConfigError, DataError
+from slab_det.common.errors import DataError
 from slab_det.common.mute import mute_stdout
 from slab_det.compare.ruler import ASSUMED_AP, GROUPS
 from slab_det.inference.forms import Form
@@ -71,8 +71,8 @@ class Evaluation:
         """Checks the validation set, and measures the original detector.
 
         Raises:
-            ConfigError: If the config has no validation set, or none that measures AP.
-            DataError: If the validation set is not of the detector's classes, or AP is 0.
+            ConfigError: If the config has no validation set.
+            DataError: If the validation set is not of the detector's classes, or there is no AP, or an AP of 0.
         """
         check_evaluation(self.cfg, detector.dataset_meta, 'the checkpoint')
         enter_scope(self.cfg)
@@ -97,8 +97,13 @@ class Evaluation:
         with mute_stdout():
             self.turns.load([form], required=True)
             found, parts = evaluate_groups(self.turns.served[form.key].model, self.cfg, GROUPS)
+        # mmdet measures nothing where nothing is found; the original detector has found something.
+        found = {kind: found.get(kind, {main_column(kind): 0.0}) for kind in self.found.get(BASE.key, found)}
         if not found:
-            raise ConfigError('--eval: val_evaluator of the config measures no COCO AP; give a CocoMetric')
+            raise DataError(
+                'the original detector finds nothing in the validation images of the config, or val_evaluator has no '
+                'CocoMetric: correct the config, or leave eval out'
+            )
         # Without the group, nothing may be found.
         self.parts[form.key] = {
             kind: [part[kind][main_column(kind)] if kind in part else 0.0 for part in parts] for kind in found

@@ -1,6 +1,7 @@
 """absorb with channels: hidden channels go everywhere until a share of the multiply-adds is left."""
 
 import copy
+import dataclasses
 import re
 from types import SimpleNamespace
 
@@ -283,7 +284,7 @@ def test_later_stages_of_a_cascade_are_fitted_at_the_regions_that_earlier_stages
         torch.testing.assert_close(regions.proposals[stage + 1][:, 1:], boxes)
 
 
-def test_auto_takes_the_least_share_with_a_draft_that_retains_the_ap(monkeypatch, capsys):
+def test_auto_takes_the_least_share_with_a_draft_that_retains_the_ap(monkeypatch, capsys, warnings):
     model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
 
     def judge_draft(judge, share):
@@ -299,8 +300,16 @@ def test_auto_takes_the_least_share_with_a_draft_that_retains_the_ap(monkeypatch
     with torch.no_grad():
         # The teacher finds objects.
         model.roi_head.bbox_head.fc_cls.bias[-1] -= 10
+    # A unit that could lose none in any case is not the reason.
+    wanted, reasons = find_channels(model), {'rpn_head.rpn_conv': 'pretended'}
+    assert reasons.keys() < wanted.keys()
+    monkeypatch.setattr(
+        'slab_det.absorption.channels.observed.find_channels',
+        lambda model: {key: dataclasses.replace(unit, reason=reasons.get(key, '')) for key, unit in wanted.items()},
+    )
     student = absorb(model, IMAGES)
     assert not student.absorption_report.pruned and student.absorption_report.retained_ap == pytest.approx(1)
+    assert 'no student with fewer retains 1000% of the AP' in warnings[0]
     assert re.findall(r'(0.\d+) of the multiply-adds left: ', capsys.readouterr().out) == ['0.97']
 
 
@@ -308,7 +317,7 @@ def test_the_search_for_a_share_keeps_norms_that_go_in_the_end(monkeypatch):
     model, tried = build_teacher('SLABSwin', 'faster_rcnn'), []
 
     def search(survey, judge, progress):
-        tried.append(survey.make_draft(survey.choose(0.9), survey.folds[0]))
+        tried.append(survey.make_draft(survey.choose(0.9), survey.halves[0]))
         return 0.9
 
     monkeypatch.setattr('slab_det.absorption.absorption.find_least_share', search)
@@ -342,7 +351,7 @@ def test_a_draft_loses_channels_that_no_layer_needs_without_any_change(build, tm
     }
     assert {unit.maps for unit in (units[name] for name in counts)} == {True, False}
     assert any(units[name].tokens for name in counts)
-    draft = surveyed.make_draft(counts, surveyed.folds[0])
+    draft = surveyed.make_draft(counts, surveyed.halves[0])
     assert {name: find_channels(draft)[name].count for name in counts} == counts
     ends = {reader for unit in units.values() for reader in unit.readers}
     ends -= {writer for unit in units.values() for writer in unit.writers}
@@ -382,7 +391,7 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
     assert {*families.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
 
     def measure(students, same_maps):
-        first, second = (fold.batches for fold in priced.folds)
+        first, second = (half.batches for half in priced.halves)
         # A draft is shown no batch that it is fitted on.
         assert sorted(students) == [*range(len(IMAGES))] and len({*map(id, students.values())}) == 2
         assert {*map(id, map(students.get, first))}.isdisjoint(map(id, map(students.get, second)))

@@ -9,8 +9,10 @@ import pytest
 import torch
 from conftest import SMALL_SWIN, as_trained, differing
 from mmdet.registry import MODELS
+from torch.utils.data import DataLoader, IterableDataset
 
 import slab_det
+from slab_det.common.batches import one_pass
 from slab_det.common.errors import CheckpointError, DataError, SlabDetError
 from slab_det.compare.detections import detect
 from slab_det.fusion import verify_fusion
@@ -55,6 +57,20 @@ def test_what_is_no_batch_of_images_is_named(function, images, message, backbone
         calls[function]()
     assert '\n' not in str(error.value)
     assert not differing(backbones['model'], before)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([IMAGE])
+
+
+def test_loaders_without_batches_of_their_own(backbones):
+    images = [IMAGE[0], IMAGE[0] + 1]
+    loader = DataLoader(torch.stack(images)[:, None], batch_size=None, shuffle=True)
+    first, second = ([*part] for part in [one_pass(loader)] * 2)
+    assert len(first) == 2 and all(map(torch.equal, first, second))
+    with pytest.raises(DataError, match=r'IterableDataset may yield other images.*\[\*loader\]'):
+        slab_det.absorb(backbones['plain'], DataLoader(Endless(), batch_size=None), 1, 'remove', progress=False)
 
 
 def test_batches_may_be_stacked_in_a_tensor(backbones):

@@ -64,6 +64,11 @@ def test_a_folder_that_was_generated_otherwise_is_an_error(root: Path, tmp_path:
             generate(folder, **arguments)
 
 
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / 'data').mkdir()
+    assert (generate_small(tmp_path / 'data') / 'generator.json').is_file()
+
+
 def test_boxes_and_areas_match_the_polygons(root: Path) -> None:
     width, height = SMALL['size']
     for found in json.loads((root / 'annotations' / 'instances_train.json').read_text())['annotations']:

@@ -1,6 +1,7 @@
 """The export graph equals mmdet, the ONNX file equals the graph, and int8 differs by rounding."""
 
 import copy
+import json
 import re
 from functools import cache
 
@@ -248,6 +249,22 @@ def test_a_float16_file_is_half_as_large_and_is_not_quantized(exported, tmp_path
         quantize_onnx(half, tmp_path / 'int8.onnx', random_images(SIZES[:1]))
 
 
+def test_only_an_exported_file_is_quantized_and_only_on_images(exported, tmp_path):
+    file, other = exported()[1], tmp_path / 'other.onnx'
+    with pytest.raises(ExportError, match='no calibration image'):
+        quantize_onnx(file, tmp_path / 'int8.onnx', [])
+    model = onnx.load(file)
+    (entry,) = (entry for entry in model.metadata_props if entry.key == 'slab_det')
+    entry.value = json.dumps(json.loads(entry.value) | dict(int8_weight_bits=8))
+    onnx.save(model, other)
+    with pytest.raises(ExportError, match='is in int8: quantize the float32 file'):
+        quantize_onnx(other, tmp_path / 'int8.onnx', random_images(SIZES[:1]))
+    entry.key = 'another'
+    onnx.save(model, other)
+    with pytest.raises(ExportError, match='was not written by slab-det export'):
+        quantize_onnx(other, tmp_path / 'int8.onnx', random_images(SIZES[:1]))
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
@@ -422,7 +439,7 @@ def test_file_of_another_program_is_refused(tmp_path):
     onnx.save(onnx.parser.parse_model(model), tmp_path / 'other.onnx')
     with pytest.raises(ExportError, match='was not written by slab-det export'):
         load_runtime(tmp_path / 'other.onnx')
-    with pytest.raises(ExportError, match='not found'):
+    with pytest.raises(ExportError, match='there is no file'):
         load_runtime(tmp_path / 'nothing.onnx')
     with pytest.raises(ExportError, match="runtime 'tensorrt' is not one of"):
         load_runtime(tmp_path / 'other.onnx', 'tensorrt')

@@ -32,8 +32,10 @@ from slab_det.machine import MACHINE
 from slab_det.optimization import choice, turns
 from slab_det.optimization import images as images_module
 from slab_det.optimization import search as module
+from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.own_files import MARKER, OwnFiles
 from slab_det.optimization.records import ROUNDS, STATE
+from slab_det.optimization.turns import BASE
 
 FORK = multiprocessing.get_context('fork')
 BACKBONE = dict(norm_cfg=dict(type='LN'), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
@@ -390,7 +392,9 @@ def test_threads_of_a_folder_are_those_that_the_machine_has(
     assert torch.get_num_threads() == 2
     slab_det.load_detector(folder, form='eager', threads=1)
     assert torch.get_num_threads() == 1
-    with pytest.raises(SlabDetError, match='--threads 3: give a whole number from 1 to 2'):
+    slab_det.load_detector(folder, form='eager', threads=None)
+    assert torch.get_num_threads() == 1
+    with pytest.raises(SlabDetError, match='threads=3: give a whole number from 1 to 2'):
         slab_det.load_detector(folder, form='eager', threads=3)
     (folder / FILE).write_text(json.dumps(content))
 
@@ -523,6 +527,20 @@ def label_with_detections(files: Path, detector: ServedDetector) -> None:
             box = dict(bbox=[x, y, w, h], area=w * h, segmentation=[corners], iscrowd=0)
             labels['annotations'].append(dict(box, id=number, image_id=image['id'], category_id=category))
     path.write_text(json.dumps(labels))
+
+
+def test_a_form_that_finds_nothing_has_lost_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([({}, []), (dict(bbox=dict(AP=0.5)), [dict(bbox=dict(AP=0.4))] * 2), ({}, [{}, {}])])
+    monkeypatch.setattr('slab_det.optimization.evaluation.evaluate_groups', lambda *_: next(found))
+    other = SimpleNamespace(key='other', title='other')
+    served = {form.key: SimpleNamespace(model=None) for form in (BASE, other)}
+    turns = SimpleNamespace(load=lambda *_, **__: None, served=served, say=print)
+    evaluation = Evaluation(None, SimpleNamespace(save=list), turns)
+    with pytest.raises(DataError, match='finds nothing in the validation images'):
+        evaluation.measure(BASE)
+    evaluation.measure(BASE)
+    evaluation.measure(other)
+    assert evaluation.losses('other') == (50, 50, 50)
 
 
 def test_the_commands(files: Path, optimized: Path, tmp_path: Path, call: Callable, two_forms: None) -> None:

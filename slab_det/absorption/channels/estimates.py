@@ -64,7 +64,7 @@ class Price:
         return max(lines, default=0.0)
 
 
-def find_family(unit: ChannelUnit) -> str:
+def family_name(unit: ChannelUnit) -> str:
     """The family of a unit: 'FFN' or 'attention' of a backbone, 'neck', or the name of a head, without a number."""
     if unit.maps:
         return 'neck'

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
-from slab_det.absorption.channels.estimates import Estimates, Price, estimate_losses, find_family
+from slab_det.absorption.channels.estimates import Estimates, Price, estimate_losses, family_name
 from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observed, Observer
 from slab_det.absorption.channels.pruning import prune_channels
@@ -29,7 +29,7 @@ OF_MAPS = 'FFN', 'attention', 'neck'
 OBSERVED = 64
 
 
-class Fold(NamedTuple):
+class Half(NamedTuple):
     """Some batches, and what the teacher computes in them around each unit, by its name."""
 
     batches: Sequence[int]
@@ -44,9 +44,9 @@ class Survey:
         progress: Show progress bars.
 
     Attributes:
-        folds: Two halves of the batches that are fitted. A draft is fitted on one and judged on the other.
+        halves: Two halves of the batches that are fitted. A draft is fitted on one and judged on the other.
         estimates: Of each unit, by its name.
-        families: The names of the units of each family, by its name; see :func:`find_family`.
+        families: The names of the units of each family, by its name; see :func:`family_name`.
         prices: Of each family, by its name.
         total: Multiply-adds of the first batch, whole, in the backbone, the neck and the heads that absorption runs.
         alone: Why all channels of the other units stay, by the name of the unit.
@@ -61,14 +61,14 @@ class Survey:
             self.total = self.count(teacher)
         batches = [batch for batch in range(images.count) if not is_held_out(batch)][:OBSERVED]
         halves = batches[::2], batches[1::2] or batches
-        self.folds = [Fold(half, observer.observe(half, progress)) for half in halves]
+        self.halves = [Half(some, observer.observe(some, progress)) for some in halves]
         found = {name: self._estimate_unit(unit) for name, unit in observer.units.items()}
         self.estimates = {name: estimates for name, estimates in found.items() if estimates}
         unknown = 'too few tokens or regions of the images reach it; give more images'
         self.alone = observer.reasons | {name: unknown for name in found if name not in self.estimates}
         self.families: dict[str, list[str]] = defaultdict(list)
         for name, estimates in self.estimates.items():
-            self.families[find_family(estimates.unit)].append(name)
+            self.families[family_name(estimates.unit)].append(name)
         self.prices = dict.fromkeys(self.families, Price())
         self.layers: dict[str, tuple[float, list[str]]] = {}
         for name, estimates in self.estimates.items():
@@ -78,7 +78,7 @@ class Survey:
                 names.append(name)
 
     def _estimate_unit(self, unit: ChannelUnit) -> Estimates | None:
-        first, second = (fold.observed[unit.name] for fold in self.folds)
+        first, second = (half.observed[unit.name] for half in self.halves)
         # A draft is fitted on the tokens of one half.
         if not all(part.count for part in (*first.channels, *second.channels)):
             return None
@@ -89,19 +89,19 @@ class Survey:
         found = (self.estimates[name] for name in counts)
         return sum(each.losses[each.counts.index(counts[each.unit.name])] for each in found)
 
-    def make_draft(self, counts: Mapping[str, int], fold: Fold) -> nn.Module:
-        """A student with these numbers of channels, fitted on a fold."""
+    def make_draft(self, counts: Mapping[str, int], half: Half) -> nn.Module:
+        """A student with these numbers of channels, fitted on half of the images."""
         draft = copy_module(self.observer.model)
-        prune_channels(draft, counts, fold.observed.__getitem__, self._orders)
+        prune_channels(draft, counts, half.observed.__getitem__, self._orders)
         return draft
 
     def prune(self, student: nn.Module, counts: Mapping[str, int], report: AbsorptionReport) -> dict[str, Tensor]:
-        """Leaves these numbers of channels in a copy of the teacher, fitted on both folds, and adds to the report.
+        """Leaves these numbers of channels in a copy of the teacher, fitted on both halves, and adds to the report.
 
         Returns:
             The indices of the channels of the maps that stay, by the name of each layer that writes a map.
         """
-        first, second = (fold.observed for fold in self.folds)
+        first, second = (half.observed for half in self.halves)
         pruned = prune_channels(student, counts, lambda name: first[name].merge(second[name]), self._orders)
         maps = {}
         for name, estimates in self.estimates.items():
@@ -119,9 +119,9 @@ class Survey:
 
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
         """Judges drafts with these numbers of channels, each on batches that it is not fitted on."""
-        first, second = (self.make_draft(counts, fold) for fold in self.folds)
+        first, second = (self.make_draft(counts, half) for half in self.halves)
         heads = {name for family, names in self.families.items() if family not in OF_MAPS for name in names}
-        students = {batch: second if batch in self.folds[0].batches else first for batch in judge.batches}
+        students = {batch: second if batch in self.halves[0].batches else first for batch in judge.batches}
         return judge.measure(students, same_maps=counts.keys() <= heads)
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
