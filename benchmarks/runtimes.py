@@ -316,7 +316,7 @@ def processors_table() -> str:
         'mmdet eager, float32',
         'fastest form',
         'AP change',
-        'the same, half of the multiply-adds',
+        'with half of the multiply-adds',
         'AP change',
     )
     return format_table(title, lines)

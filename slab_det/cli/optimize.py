@@ -1,4 +1,4 @@
-"""Finds the fastest form of a trained detector on this machine that still finds the same: in PyTorch, ONNX Runtime or
+"""Finds the fastest form of a trained detector on this machine that loses little AP: in PyTorch, ONNX Runtime or
 OpenVINO, in each precision, with and without channels and norms. Writes a folder that slab_det.load_detector serves."""
 
 import argparse

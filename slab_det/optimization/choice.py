@@ -1,4 +1,4 @@
-"""Chooses the fastest form of a detector that still finds the same; forms of about the same speed are ties."""
+"""Chooses the fastest form of a detector that loses little AP; forms of about the same speed are ties."""
 
 from __future__ import annotations
 

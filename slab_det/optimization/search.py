@@ -1,4 +1,4 @@
-"""optimize: finds the fastest form of a trained detector on this machine that still finds the same objects."""
+"""optimize: finds the fastest form of a trained detector on this machine that loses little AP."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def optimize(
     threads: int | None = None,
     progress: bool = True,
 ) -> OptimizationReport:
-    """Finds the fastest form of a trained detector on this machine that still finds the same objects.
+    """Finds the fastest form of a trained detector on this machine that loses little AP.
 
     Forms are the detector as it is ('eager'), deployed (:func:`slab_det.deploy`) and exported to ONNX Runtime and
     OpenVINO, in each precision that the machine computes; in the fastest of these also with fewer hidden channels, and
