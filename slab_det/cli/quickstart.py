@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.registry import init_default_scope
 
     from slab_det.cli.config import read_config
-    from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
+    from slab_det.cli.quickstart_results import compare, draw_objects, measure, predictions_figure
     from slab_det.cli.screen import log_pycocotools
     from slab_det.measure.figure import save_figure
     from slab_det.measure.report_file import update_report
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     update_report(work_dir / 'report.json', *entries)
     table = compare(entries)
     (work_dir / 'table.md').write_text(table)
-    save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
+    save_figure(predictions_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
     print(f'\n{table}')
     print(f'The LayerNorm detector in its fastest form: {optimized}, see its README.md')
     print(f'Tables:   {work_dir}/table.md, {work_dir}/report.json')

@@ -103,7 +103,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
 
 
 @styled
-def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
+def predictions_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
     """Arranges the drawings of :func:`draw_objects` in a figure, one row per image."""
     figure = Figure(figsize=(WIDTH, 1.25 * len(drawn)))
     for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):

@@ -13,8 +13,8 @@ from slab_det.common.errors import DataError
 from slab_det.recalibration import image_folder_dataloader
 
 # Every third image is held out. With a single one held out nothing says how far an estimated loss may be off.
-HELD_OUT = 3
-LEAST_IMAGES = 2 * HELD_OUT
+NTH_HELD_OUT = 3
+LEAST_IMAGES = 2 * NTH_HELD_OUT
 # Absorption takes seconds for each image, and more improve an absorbed detector little.
 MOST_FITTED = 40
 
@@ -47,7 +47,7 @@ class SplitImages:
                 f'{folder}: {count} image{"s" if count != 1 else ""}, but at least {LEAST_IMAGES} are needed, a third '
                 'of them to compare on: give more, or a larger num_images'
             )
-        held_out = range(HELD_OUT - 1, count, HELD_OUT)
+        held_out = range(NTH_HELD_OUT - 1, count, NTH_HELD_OUT)
         self.contents = {i: self.names[i].read_bytes() for i in held_out}
         self.shapes = {i: tuple(dataset[i]['data_samples'].img_shape) for i in held_out}
         others = [i for i in range(count) if i not in held_out]

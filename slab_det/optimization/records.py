@@ -15,7 +15,7 @@ import numpy as np
 from slab_det.common.files import whole_file
 from slab_det.compare.detections import Detections
 
-STATE, ROUNDS = 'state.json', 'rounds.jsonl'
+STATE_FILE, ROUNDS_FILE = 'state.json', 'rounds.jsonl'
 # Stands for the original detector on mirrored images among the keys of forms that found something.
 TRUTH = 'mirrored'
 
@@ -57,7 +57,7 @@ class Records:
 
     def save(self) -> None:
         """Writes ``state``."""
-        with whole_file(self.folder / STATE) as name:
+        with whole_file(self.folder / STATE_FILE) as name:
             name.write_text(json.dumps(self.state, indent=1))
 
     def add(self, image: int, times: Mapping[str, float], found: Mapping[str, Detections]) -> None:
@@ -69,7 +69,7 @@ class Records:
             found: Detections of the forms that had not seen the image before.
         """
         line = dict(image=image, times=dict(times), found={key: _to_json(value) for key, value in found.items()})
-        path = self.folder / ROUNDS
+        path = self.folder / ROUNDS_FILE
         try:
             with open(path, 'a') as stream:
                 stream.write(json.dumps(line) + '\n')
@@ -101,15 +101,15 @@ class Records:
         if not files:
             return
         try:
-            state = json.loads((self.folder / STATE).read_text()) if self.folder / STATE in files else {}
+            state = json.loads((self.folder / STATE_FILE).read_text()) if self.folder / STATE_FILE in files else {}
             is_own = state.keys() == self.state.keys() and state['key'] == self.state['key']
             is_own = is_own and all(isinstance(value, dict) for value in state.values())
         except (ValueError, AttributeError):
             is_own = False
         if not is_own:
-            raise ValueError(f'{STATE} is not what this command wrote')
+            raise ValueError(f'{STATE_FILE} is not what this command wrote')
         self.state = state
-        path = self.folder / ROUNDS
+        path = self.folder / ROUNDS_FILE
         lines = path.read_bytes().splitlines(keepends=True) if path in files else []
         if lines and not lines[-1].endswith(b'\n'):
             # A killed program, or a full disk, may leave half a line.
@@ -120,10 +120,10 @@ class Records:
             try:
                 self._keep(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f'{ROUNDS}, line {number}: {error!r}') from error
+                raise ValueError(f'{ROUNDS_FILE}, line {number}: {error!r}') from error
         unknown = {*self.found}.union(*self.rounds) - state['forms'].keys() - {TRUTH}
         if unknown:
-            raise ValueError(f'{ROUNDS} has forms that {STATE} lacks: {", ".join(sorted(unknown))}')
+            raise ValueError(f'{ROUNDS_FILE} has forms that {STATE_FILE} lacks: {", ".join(sorted(unknown))}')
 
     def _keep(self, line: dict) -> None:
         self.rounds.append({key: float(value) for key, value in line['times'].items()})

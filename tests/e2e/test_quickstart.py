@@ -13,7 +13,7 @@ from mmengine.registry import init_default_scope
 import slab_det
 from slab_det.checkpoints import build_detector
 from slab_det.cli import quickstart, quickstart_results
-from slab_det.cli.quickstart_results import draw_objects, objects_figure
+from slab_det.cli.quickstart_results import draw_objects, predictions_figure
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.report_file import read_report
 
@@ -121,7 +121,7 @@ def test_predictions_are_drawn_beside_truth(folder: Path) -> None:
         assert (panels['truth'] != plain).any() and (panels['truth'] != panels['one']).any()
         for name in ('one', 'another'):
             assert (panels[name] == plain).all(-1).mean() > 0.1, 'labels do not shrink the image'
-    figure = objects_figure(drawn)
+    figure = predictions_figure(drawn)
     assert [axes.get_title() for axes in figure.axes] == ['truth', 'one', 'another'] + [''] * 6
     figure.draw_without_rendering()
     assert figure.get_tightbbox().x1 <= figure.get_size_inches()[0]

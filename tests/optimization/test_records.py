@@ -10,7 +10,7 @@ from conftest import on_a_full_disk
 from pycocotools import mask as coco_mask
 
 from slab_det.compare.detections import Detections
-from slab_det.optimization.records import ROUNDS, STATE, Records
+from slab_det.optimization.records import ROUNDS_FILE, STATE_FILE, Records
 
 KEY = dict(checkpoint='a', images='b')
 BOXES = Detections(np.array([0.9, 0.3]), np.array([1, 0]), np.array([[1.5, 2, 3, 4], [0, 0, 1, 1]]))
@@ -54,7 +54,7 @@ def test_what_was_found_is_read_again(tmp_path, records, found):
 
 def test_half_a_line_is_left_out_and_the_next_round_follows(tmp_path, records):
     records.add(0, dict(eager=2.0), dict(eager=BOXES))
-    with open(records.folder / ROUNDS, 'a') as stream:
+    with open(records.folder / ROUNDS_FILE, 'a') as stream:
         stream.write('{"image": 1, "tim')
     again = Records(tmp_path, KEY)
     assert again.count('eager') == 1 and not again.damaged
@@ -74,12 +74,12 @@ def test_records_of_something_else_stay_and_are_not_read(tmp_path, records):
 @pytest.mark.parametrize(
     'name, text',
     [
-        *((STATE, text) for text in ('{"epoch": 3}', '[]', '3', '{"key": {"chec', '', '\xff')),
+        *((STATE_FILE, text) for text in ('{"epoch": 3}', '[]', '3', '{"key": {"chec', '', '\xff')),
         *(
-            (ROUNDS, text)
+            (ROUNDS_FILE, text)
             for text in ('{"image": 1, "tim\n', '[]\n', '{"image": 0, "times": {"eager": "x"}, "found": {}}\n')
         ),
-        (ROUNDS, '{"image": 0, "times": {"unknown": 1.0}, "found": {}}\n'),
+        (ROUNDS_FILE, '{"image": 0, "times": {"unknown": 1.0}, "found": {}}\n'),
     ],
 )
 def test_damaged_records_are_named_and_measured_anew_beside(tmp_path, records, name, text):
@@ -97,12 +97,12 @@ def test_damaged_records_are_named_and_measured_anew_beside(tmp_path, records, n
 
 
 def test_files_of_somebody_else_in_the_place_of_records_stay(tmp_path, records):
-    records.folder.joinpath(STATE).unlink()
+    records.folder.joinpath(STATE_FILE).unlink()
     records.folder.joinpath('mine.txt').write_text('')
     assert Records(tmp_path, KEY).damaged and records.folder.joinpath('mine.txt').is_file()
 
 
 def test_a_full_disk_names_the_file_and_keeps_the_rounds_before(tmp_path, records):
     records.add(0, dict(eager=2.0), {})
-    assert str(records.folder / ROUNDS) in on_a_full_disk(lambda: records.add(1, {'eager' * 2000: 1.0}, {}))
+    assert str(records.folder / ROUNDS_FILE) in on_a_full_disk(lambda: records.add(1, {'eager' * 2000: 1.0}, {}))
     assert Records(tmp_path, KEY).times('eager').tolist() == [2]

@@ -34,7 +34,7 @@ from slab_det.optimization import images as images_module
 from slab_det.optimization import search as module
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.own_files import MARKER, OwnFiles
-from slab_det.optimization.records import ROUNDS, STATE
+from slab_det.optimization.records import ROUNDS_FILE, STATE_FILE
 from slab_det.optimization.turns import BASE
 
 FORK = multiprocessing.get_context('fork')
@@ -115,7 +115,7 @@ def chosen(files: Path, optimized: Path) -> Callable[[str], Path]:
 
 def rounds(folder: Path) -> Path:
     """The file with the rounds of the only records of a folder."""
-    (path,) = folder.glob(f'work/*/{ROUNDS}')
+    (path,) = folder.glob(f'work/*/{ROUNDS_FILE}')
     return path
 
 
@@ -134,7 +134,7 @@ def test_every_form_is_measured_and_the_folder_is_complete(optimized: Path) -> N
         assert entry['disk_mb'] > 0 and entry['detections'] > 0 and 0 <= entry['retained_ap'], key
         assert entry['quartiles'][0] <= entry['ratio'] <= entry['quartiles'][1], key
     # Fewer channels come before int8, whose calibration is long.
-    order = [*json.loads(rounds(optimized).with_name(STATE).read_text())['forms']]
+    order = [*json.loads(rounds(optimized).with_name(STATE_FILE).read_text())['forms']]
     variant = next(i for i, key in enumerate(order) if key.endswith('-channels75'))
     assert {*order[:variant]} == {key for key in ORIGINALS if 'int8' not in key} and order[:2] == ['eager', 'deployed']
     # What only rounds differently finds the same.

@@ -25,7 +25,7 @@ from slab_det.fusion.channels import (
 
 # Ridge of the fits, towards the weights that the teacher has for the channels that stay. In a detector its errors on
 # other images were within two hundredths of those of the best ridge, with 5, 12 and 60 images to fit.
-RIDGE = 1e-4
+FIT_RIDGE = 1e-4
 
 
 class Pruned(NamedTuple):
@@ -113,7 +113,7 @@ def _remove_hidden(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observe
 
 
 def _fit(moments: CrossMoments, prior: Tensor) -> Affine:
-    return next(ridge_fits(moments, prior.double(), (RIDGE,)))
+    return next(ridge_fits(moments, prior.double(), (FIT_RIDGE,)))
 
 
 def _write(layers: list[nn.Module], fit: Affine) -> None:
