@@ -2,20 +2,8 @@
 # mask head (of 45 objects) 37, 23, 22, 9 and 9 % of the multiply-adds, about those of a Mask R-CNN at 800x1333.
 _base_ = ['mask_rcnn_swin.py']
 
-resize = dict(type='Resize', scale=(320, 320), keep_ratio=True)
-train_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    resize,
-    dict(type='RandomFlip', prob=0.5),
-    dict(type='PackDetInputs'),
-]
-test_pipeline = [
-    dict(type='LoadImageFromFile'),
-    resize,
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
-]
+train_pipeline, test_pipeline = _base_.train_pipeline, _base_.test_pipeline
+train_pipeline[2].scale = test_pipeline[1].scale = (320, 320)
 train_dataloader = dict(batch_size=8, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
