@@ -111,7 +111,8 @@ def _encode_bands(bands: Iterable[Band], height: int, width: int) -> dict:
         flat = np.pad(pixels.numpy(), ((0, 1), (1, 0))).ravel()
         column, row = divmod(np.flatnonzero(flat[1:] != flat[:-1]), pixels.shape[1] + 1)
         edges.append((x + column) * height + y + row)
-    # The end of a run at the foot of a column and the start of one at the head of the next cancel: it is one run.
+    # A run that ends at the foot of a column and one that begins at the head of the next are one run: their two changes
+    # have one index, and go.
     changes, times = np.unique(np.concatenate(edges), return_counts=True)
     changes = changes[(times == 1) & (changes < height * width)]
     counts = np.diff(changes, prepend=0, append=height * width)
