@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks import cpu_forms, gpu, int8, optimize, quickstart, runtimes
 from benchmarks.absorb import ruler, size
+from benchmarks.absorb.run import CORRUPTIONS, SEVERITIES
 from benchmarks.absorb.table import absorption_table, students_table, tuned_table
 from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
 from benchmarks.results import FOLDER, ROOT, Results
@@ -158,6 +159,22 @@ def channels_ap_table() -> str:
     return format_table(('', 'multiply-adds left', 'ruler', 'box AP'), lines)
 
 
+def corruptions_table() -> str:
+    """AP on corrupted images of BCCD at severities 1, 3 and 5: the mean of the seeds."""
+    rows = load('absorb_bccd_600').rows
+
+    def mean_ap(name: str) -> str:
+        return f'{100 * statistics.mean(row["AP"] for row in rows if row["name"] == name):.1f}'
+
+    ways = {'teacher': 'all, the teacher', 'channels 0.5': '`--channels 0.5`', 'channels 0.33': '`--channels 0.33`'}
+    lines = [
+        [label, mean_ap(way)]
+        + [', '.join(mean_ap(f'{way}, {name} {severity}') for severity in SEVERITIES) for name in CORRUPTIONS]
+        for way, label in ways.items()
+    ]
+    return format_table(['', 'none', *(name.replace('_', ' ') for name in CORRUPTIONS)], lines)
+
+
 def ablation_table() -> str:
     """AP and agreement of detectors absorbed with other steps."""
     names = {
@@ -279,6 +296,7 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (BENCHMARKS, 'students'): Block(['ruler'], lambda: ruler.students_table(load('ruler').rows)),
     (BENCHMARKS, 'prices'): Block(['ruler'], lambda: ruler.prices_table(load('ruler').rows)),
     (BENCHMARKS, 'channels'): Block(['absorb_bccd_600'], channels_ap_table),
+    (BENCHMARKS, 'corruptions'): Block(['absorb_bccd_600'], corruptions_table),
     (BENCHMARKS, 'ablation'): Block(['absorb_ablation_bccd', 'absorb_ablation_dsb2018'], ablation_table),
     (BENCHMARKS, 'size'): Block(['absorb_size'], lambda: size.table(load('absorb_size'))),
     (BENCHMARKS, 'ffn'): Block(['ffn_bccd-norms-600', 'ffn_dsb2018-norms'], ffn_table),

@@ -20,17 +20,18 @@ from slab_det.common.mute import mute_log
 from slab_det.common.numbers import check_threads
 from slab_det.common.record import describe_environment
 from slab_det.compare.detections import as_detections
-from slab_det.compare.ruler import RetainedAP, retained_ap
+from slab_det.compare.ruler import retained_ap
 from slab_det.fusion.folding import check_statistics
 from slab_det.inference.folder import FILE
 from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
 from slab_det.machine import find_device
-from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
+from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.own_files import OwnFiles, check_own
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
+from slab_det.optimization.standing import Standing
 from slab_det.optimization.turns import BASE, LEAST_ROUNDS, Turns
 from slab_det.optimization.variants import Variants
 
@@ -157,12 +158,11 @@ class _Search:
         self.variants = Variants(self.records.folder, cfg, detector, images.fitted, device, progress)
         self.turns = Turns(self.variants, self.records, images, device, threads, deadline, progress)
         self.evaluation = Evaluation(cfg, self.records, self.turns)
+        self.standing = Standing(self.records, self.turns, self.evaluation, max_loss)
         for damaged in self.records.damaged:
             self.turns.say(f'{damaged}: everything is measured anew in {self.records.folder}')
         # The forms that this call tries, in their order.
         self.tried: dict[str, Form] = {}
-        # By form: the number of images, and the share of the AP.
-        self.retained: dict[str, tuple[int, RetainedAP]] = {}
 
     def run(self, eval: bool) -> OptimizationReport:
         """Measures, chooses and writes the folder."""
@@ -187,57 +187,28 @@ class _Search:
         rounds = max(ROUNDS, len(turns.order))
         # A form that was dropped for another one comes back where further rounds do not bear that out.
         while left := [
-            form for key, form in self.forms.items() if self.records.count(key) < rounds and self._is_left(form)
+            form
+            for key, form in self.standing.forms.items()
+            if self.records.count(key) < rounds and self.standing.is_left(form)
         ]:
             self.measure(left, rounds, 'The forms that are left')
             if turns.is_late():
                 break
         if eval:
-            while (chosen := choose(self.measured(), self.max_loss)[0]) not in self.evaluation.found:
-                self.evaluation.measure(self.forms[chosen])
+            while (chosen := self.standing.choose()[0]) not in self.evaluation.found:
+                self.evaluation.measure(self.standing.forms[chosen])
         return self._write(is_last=True)
-
-    @property
-    def forms(self) -> dict[str, Form]:
-        """The forms that were measured, by this call or earlier ones, and run here, by their keys."""
-        return {
-            key: Form.from_dict(info)
-            for key, info in self.turns.infos.items()
-            if key not in self.turns.failed and self.records.count(key) >= LEAST_ROUNDS
-        }
 
     def measure(self, forms: Sequence[Form], rounds: int, title: str) -> None:
         """Runs forms in turns with the original detector until each has this many rounds, and writes the folder."""
         self.tried |= {form.key: form for form in forms}
-        dropped = self._find_dropped()
+        dropped = self.standing.dropped()
         left = [form for form in forms if form.key not in dropped]
         if not self.turns.is_late() and any(self.records.count(form.key) < rounds for form in left):
             self.turns.say(f'{title}:')
         self.turns.run(left, rounds)
-        self.turns.unload(self._find_dropped())
+        self.turns.unload(self.standing.dropped())
         self._write()
-
-    def measured(self) -> dict[str, Measured]:
-        """What was measured of each form that is not dropped, by its key."""
-        dropped = self._find_dropped()
-        return {key: self._summarize(form) for key, form in self.forms.items() if key not in dropped}
-
-    def _find_dropped(self) -> dict[str, str]:
-        """The forms that lose to another one, and that one."""
-        return find_dropped({key: self._summarize(form) for key, form in self.forms.items()}, BASE.key)
-
-    def _summarize(self, form: Form) -> Measured:
-        """What was measured of a form; the share of the AP is estimated again only after a further image."""
-        key, images = form.key, len(self.records.found[form.key])
-        if self.retained.get(key, (None,))[0] != images:
-            self.retained[key] = images, retained_ap(*self.records.found_by(TRUTH, BASE.key, key))
-        ap, losses = self.evaluation.ap, self.evaluation.losses(key)
-        return summarize(self.records, key, BASE.key, form.changes, self.retained[key][1], ap, losses)
-
-    def _is_left(self, form: Form) -> bool:
-        """Whether a form may still be chosen."""
-        measured = self.measured()
-        return form == BASE or (form.key in measured and measured[form.key].loss_range[0] <= self.max_loss)
 
     def _check_finds(self) -> None:
         """Puts the first held-out image first in which the detector finds something, mirrored too.
@@ -286,9 +257,9 @@ class _Search:
 
     def _choose_engines(self) -> list[Form]:
         """The fastest forms of the original detector so far."""
-        measured = self.measured()
-        forms = [form for form in self.forms.values() if not form.variant and form != BASE and self._is_left(form)]
-        forms = [form for form in forms if measured[form.key].loss <= self.max_loss]
+        standing, measured = self.standing, self.standing.measured()
+        forms = [form for form in standing.forms.values() if not form.variant and form != BASE]
+        forms = [form for form in forms if standing.is_left(form) and measured[form.key].loss <= self.max_loss]
         forms = sorted(forms, key=lambda form: measured[form.key].ratio) or [BASE]
         # Absorption for int8 makes other weights: the time is better spent on one of both.
         is_int8 = forms[0].precision == 'int8'
@@ -299,25 +270,20 @@ class _Search:
         forms = [Form(engine.runtime, engine.precision, variant) for engine in engines]
         self.measure(forms, FIRST_ROUNDS, forms[0].removed)
         # Also dropped forms: they are slow, but show what the variant finds.
-        found = [self._summarize(form) for form in forms if form.key in self.forms]
+        found = [self.standing.summarize(form) for form in forms if form.key in self.standing.forms]
         return any(form.loss <= self.max_loss for form in found) if found else None
 
     def _write(self, is_last: bool = False) -> OptimizationReport:
         """Writes the folder with what was measured so far; the pictures, which take seconds, at the end."""
-        turns, entries, dropped = self.turns, [], self._find_dropped()
-        chosen, ties = choose(self.measured(), self.max_loss)
-        for key, form in self.forms.items():
-            entry = dict(key=key, title=form.title) | turns.infos[key] | self._summarize(form).to_dict()
-            entry |= dict(ap=self.evaluation.found.get(key), dropped_for=dropped.get(key, ''), tie=key in ties)
-            entries.append(entry)
-        missing = [form.title for key, form in self.tried.items() if key not in self.forms | turns.failed]
+        turns, forms, (chosen, _) = self.turns, self.standing.forms, self.standing.choose()
+        missing = [form.title for key, form in self.tried.items() if key not in forms | turns.failed]
         content = dict(
             recommended=chosen,
             max_loss=self.max_loss,
             ap=self.evaluation.ap,
             device=turns.device,
             threads=turns.threads,
-            forms=sorted(entries, key=lambda entry: entry['ratio']),
+            forms=self.standing.entries(),
             failed=turns.failed,
             not_measured=missing,
             images=dict(held_out=len(turns.order), fitted=len(self.variants.images), sizes=self.images.find_sizes()),
@@ -326,8 +292,8 @@ class _Search:
             key=self.key,
         )
         # What the recommended form needs, and the original detector for machines that cannot run it.
-        kept = {path for key in (BASE.key, chosen) for path in self.variants.files(self.forms[key])}
-        paths = {key: paths for key, form in self.forms.items() if kept.issuperset(paths := self.variants.paths(form))}
+        kept = {path for key in (BASE.key, chosen) for path in self.variants.files(forms[key])}
+        paths = {key: paths for key, form in forms.items() if kept.issuperset(paths := self.variants.paths(form))}
         report = write_folder(self.files, content, paths)
         if is_last:
             found = {key: self.records.found[key] for key in (BASE.key, chosen)}

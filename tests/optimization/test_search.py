@@ -29,7 +29,7 @@ from slab_det.data import SyntheticShapes, generate
 from slab_det.inference import ServedDetector, forms
 from slab_det.inference.folder import FILE, find_stored
 from slab_det.machine import MACHINE
-from slab_det.optimization import choice, turns
+from slab_det.optimization import choice, standing, turns
 from slab_det.optimization import images as images_module
 from slab_det.optimization import search as module
 from slab_det.optimization.evaluation import Evaluation
@@ -51,7 +51,8 @@ def _few_rounds_without_bfloat16() -> Iterator[None]:
         patch.setattr(images_module, 'MOST_FITTED', 5)
         # A tenth of the time; of the memory of forms the tests need nothing exact.
         patch.setattr(memory, 'gc', SimpleNamespace(collect=lambda: 0))
-        patch.setattr(turns, 'LEAST_ROUNDS', 2)
+        for user in (turns, standing):
+            patch.setattr(user, 'LEAST_ROUNDS', 2)
         patch.setattr(turns, 'QUARTILE_ROUNDS', 2)
         patch.setattr(turns, 'PAUSE_SECONDS', 0)
         patch.setattr(choice, 'SURE_ROUNDS', 2)
@@ -105,7 +106,7 @@ def chosen(files: Path, optimized: Path) -> Callable[[str], Path]:
     def choose(key: str) -> Path:
         shutil.copytree(optimized, files / key)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, 'choose', lambda measured, max_loss: (key, [key]))
+            patch.setattr(standing, 'choose', lambda measured, max_loss: (key, [key]))
             patch.setattr(module, 'draw_pictures', lambda *_: None)
             patch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
             return run(files, files / key).folder
@@ -197,7 +198,7 @@ def test_a_form_that_comes_back_gets_the_rounds_of_the_others(
 
     # More than the original detector has when the deployed one was measured first.
     monkeypatch.setattr(module, 'ROUNDS', 6)
-    monkeypatch.setattr(module, 'find_dropped', drop_at_first)
+    monkeypatch.setattr(standing, 'find_dropped', drop_at_first)
     report = run(files, tmp_path / 'out')
     assert [entry['rounds'] >= module.ROUNDS for entry in report.content['forms']] == [True, True]
 
@@ -471,8 +472,8 @@ def test_a_later_call_decides_again(
 
     def remember(search: module._Search, forms: list, variant: tuple) -> None:
         # Each further round changes the ratios a little.
-        measured = search.measured()
-        ratios = {key: measured[key].ratio for key in measured if key != 'eager' and not search.forms[key].variant}
+        measured, known = search.standing.measured(), search.standing.forms
+        ratios = {key: measured[key].ratio for key in measured if key != 'eager' and not known[key].variant}
         engines.append(([form.key for form in forms], ratios))
 
     monkeypatch.setattr(module, 'draw_pictures', lambda *_: None)

@@ -1,0 +1,70 @@
+"""Standing: what is known so far of the forms that were measured, which of them are dropped, and which is chosen."""
+
+from __future__ import annotations
+
+from slab_det.compare.ruler import RetainedAP, retained_ap
+from slab_det.inference.forms import Form
+from slab_det.optimization.choice import Measured, choose, find_dropped, summarize
+from slab_det.optimization.evaluation import Evaluation
+from slab_det.optimization.records import TRUTH, Records
+from slab_det.optimization.turns import BASE, LEAST_ROUNDS, Turns
+
+
+class Standing:
+    """The forms that were measured, by this call or earlier ones; everything is computed anew from the records.
+
+    Args:
+        records: Keeps what was measured.
+        turns: Runs the forms, and knows those that failed.
+        evaluation: Knows the AP that was measured.
+        max_loss: The loss of AP in points that a chosen form may have.
+    """
+
+    def __init__(self, records: Records, turns: Turns, evaluation: Evaluation, max_loss: float) -> None:
+        self.records, self.turns, self.evaluation, self.max_loss = records, turns, evaluation, max_loss
+        # By form: the number of images, and the share of the AP. It takes seconds.
+        self._retained: dict[str, tuple[int, RetainedAP]] = {}
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """The forms that were measured and run on this machine, by their keys."""
+        return {
+            key: Form.from_dict(info)
+            for key, info in self.turns.infos.items()
+            if key not in self.turns.failed and self.records.count(key) >= LEAST_ROUNDS
+        }
+
+    def measured(self) -> dict[str, Measured]:
+        """What was measured of each form that is not dropped, by its key."""
+        dropped = self.dropped()
+        return {key: self.summarize(form) for key, form in self.forms.items() if key not in dropped}
+
+    def dropped(self) -> dict[str, str]:
+        """The forms that lose to another one, and that one, by their keys."""
+        return find_dropped({key: self.summarize(form) for key, form in self.forms.items()}, BASE.key)
+
+    def summarize(self, form: Form) -> Measured:
+        """What was measured of a form; the share of the AP is estimated again only after a further image."""
+        key, images = form.key, len(self.records.found[form.key])
+        if self._retained.get(key, (None,))[0] != images:
+            self._retained[key] = images, retained_ap(*self.records.found_by(TRUTH, BASE.key, key))
+        ap, losses = self.evaluation.ap, self.evaluation.losses(key)
+        return summarize(self.records, key, BASE.key, form.changes, self._retained[key][1], ap, losses)
+
+    def is_left(self, form: Form) -> bool:
+        """Whether a form may still be chosen."""
+        measured = self.measured()
+        return form == BASE or (form.key in measured and measured[form.key].loss_range[0] <= self.max_loss)
+
+    def choose(self) -> tuple[str, list[str]]:
+        """The key of the form to recommend, and those that are about as good; see :func:`choose`."""
+        return choose(self.measured(), self.max_loss)
+
+    def entries(self) -> list[dict]:
+        """The entry of optimize.json for each form, the fastest first."""
+        dropped, ties, entries = self.dropped(), self.choose()[1], []
+        for key, form in self.forms.items():
+            entry = dict(key=key, title=form.title) | self.turns.infos[key] | self.summarize(form).to_dict()
+            entry |= dict(ap=self.evaluation.found.get(key), dropped_for=dropped.get(key, ''), tie=key in ties)
+            entries.append(entry)
+        return sorted(entries, key=lambda entry: entry['ratio'])
