@@ -100,13 +100,16 @@ mmengine.dataset.base_dataset.gc = SimpleNamespace(collect=lambda: 0)
 
 
 def share_sessions(start: Start) -> Start:
-    """Loads a file once in each process: a session takes longer to make than a small file to run."""
-    load = lru_cache(8)(lambda process, *arguments: start(*arguments))
+    """Loads a file once in this process: a session takes longer to make than a small file to run."""
+    load, process = lru_cache(8)(start), os.getpid()
 
     @wraps(start)
     def shared(model: str | bytes, threads: int, precision: str = 'f32'):
+        if os.getpid() != process:
+            # A fork has no threads of the sessions that it inherits: to drop one from the cache would wait for ever.
+            return start(model, threads, precision)
         content = model if isinstance(model, bytes) else Path(model).read_bytes()
-        return load(os.getpid(), content, limit_threads(threads), precision)
+        return load(content, limit_threads(threads), precision)
 
     return shared
 
