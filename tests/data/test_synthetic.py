@@ -59,6 +59,7 @@ def generate_small(root: Path) -> Path:
 
 
 def test_a_folder_that_was_generated_otherwise_is_an_error(root: Path, tmp_path: Path) -> None:
+    (tmp_path / 'notes.txt').touch()
     for folder, arguments in ((tmp_path, SMALL), (root, {**SMALL, 'seed': 4})):
         with pytest.raises(DataError, match='was generated with .* choose another folder'):
             generate(folder, **arguments)
