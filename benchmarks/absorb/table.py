@@ -98,17 +98,20 @@ def students_table(rows: list[dict]) -> str:
 
 
 def tuned_table(rows: list[dict]) -> str:
-    """Mask and box AP of students of one seed, in closed form and after a fine-tune without labels."""
-    found = {row['name']: row for row in rows}
+    """Mask and box AP of students, seed by seed, in closed form and after a fine-tune without labels."""
+    found: dict[str, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: row['seed']):
+        found.setdefault(row['name'], []).append(row)
 
     def cells(name: str) -> list[str]:
-        return [f'{100 * found[name][key]:.1f}' if name in found else '–' for key in ('AP', 'box_AP')]
+        values = [[f'{100 * row[key]:.1f}' for row in found.get(name, ())] for key in ('AP', 'box_AP')]
+        return [', '.join(column) or '–' for column in values]
 
     lines = [['the teacher', '', *cells('teacher'), '–', '–']]
-    for name, row in found.items():
-        if 'share' in row:
-            label = f'`--{name}`'
-            lines.append([label, f'{row["share"]:.2f}', *cells(name), *cells(f'{name}, tuned without labels')])
+    for name, students in found.items():
+        if 'share' in students[0]:
+            shares = ', '.join(f'{row["share"]:.2f}' for row in students)
+            lines.append([f'`--{name}`', shares, *cells(name), *cells(f'{name}, tuned without labels')])
     lines.append(['`--channels 1 --norms remove`', '', *cells('all gone'), *cells('tuned without labels')])
     tuned = 'after the fine-tune: {}'
     return format_table(['', 'multiply-adds left', *(text.format(ap) for text in ('{}', tuned) for ap in APS)], lines)
