@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
@@ -40,6 +40,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             stack.callback(setattr, module, 'training', module.training)
             module.training = False
         yield
+
+
+@contextmanager
+def given_features(model: nn.Module, features: Sequence[Tensor]) -> Iterator[None]:
+    """Within it a detector takes these feature maps, (B, C, H, W) each, as those of any images; no backbone runs."""
+    model.extract_feat = lambda *_: features
+    try:
+        yield
+    finally:
+        del model.extract_feat
 
 
 def is_deployed(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slab_det.checkpoints import build_detector
 from slab_det.common.errors import ConversionError
-from slab_det.common.modules import evaluating
+from slab_det.common.modules import evaluating, given_features
 from slab_det.common.tensors import tensors_in
 
 # Boxes per image on which box heads are compared, and surest detections per image on which mask heads are.
@@ -158,11 +158,8 @@ class _Distilled:
         losses = self.distillation(self, features, batch_inputs, batch_data_samples)
         if self.task_weight > 0:
             # The student's own loss would compute the same feature maps again.
-            self.extract_feat = lambda *_: features
-            try:
+            with given_features(self, features):
                 task = super().loss(batch_inputs, batch_data_samples)
-            finally:
-                del self.extract_feat
             losses.update(reweight_loss_dict(task, self.task_weight))
         return losses
 

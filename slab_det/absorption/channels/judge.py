@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.images import HELD_OUT, WHOLE, Images, fewer_objects, is_held_out
 from slab_det.common.errors import ComparisonError
+from slab_det.common.modules import given_features
 from slab_det.compare.detections import Detections, detect_prepared
 from slab_det.compare.ruler import RetainedAP, retained_ap
 
@@ -79,10 +80,8 @@ class Judge:
         truth, teacher = ([*chain(*(self.find(batch, side) for batch in students))] for side in (True, False))
         found = []
         for batch, student in students.items():
-            if same_maps:
-                maps = self._read_maps(batch)
-                student.extract_feat = lambda images, maps=maps: maps
-            found += self._detect(student, batch)
+            with given_features(student, self._read_maps(batch)) if same_maps else nullcontext():
+                found += self._detect(student, batch)
         return retained_ap(truth, teacher, found)
 
     def _read_maps(self, batch: int) -> tuple[Tensor, ...]:

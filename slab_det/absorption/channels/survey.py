@@ -44,7 +44,7 @@ class Survey:
         progress: Show progress bars.
 
     Attributes:
-        halves: Two halves of the batches that are fitted. A draft is fitted on one and judged on the other.
+        halves: Of the batches that are fitted. A draft is fitted on one and judged on the other.
         estimates: Of each unit, by its name.
         families: The names of the units of each family, by its name; see :func:`family_name`.
         prices: Of each family, by its name.
