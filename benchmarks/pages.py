@@ -550,11 +550,11 @@ def absorb_sentences() -> list[Sentence]:
     root, other = (np.sqrt(np.mean(np.square(values))) for values in (errors, same))
     return [
         Sentence(
-            'by at most {} AP',
+            'No student lost more than {} AP beyond its estimate',
             [f'{max(row["loss"] - row["expected"] for row in found):.1f}'],
         ),
         Sentence(
-            'On {} students of {} teachers its error was {} (rms; {} to {}), and {} with the same images as the truth.',
+            'On {} students of {} teachers it was off by {} (rms; {} to {}), with the same images as the truth by {}.',
             [
                 str(len(found)),
                 str(len({row['teacher'] for row in found})),

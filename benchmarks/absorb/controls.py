@@ -12,14 +12,14 @@ from unittest import mock
 from torch import Tensor, nn
 
 import slab_det
-from slab_det.absorption import regression
 from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.channels.survey import Survey
 from slab_det.absorption.images import read_images
-from slab_det.absorption.moments import Affine, CrossMoments
+from slab_det.absorption.moments import Affine
 from slab_det.absorption.norms.blocks import absorb_norms
 from slab_det.absorption.norms.pair import Pair
 from slab_det.absorption.norms.plan import plan_norms
+from slab_det.absorption.regression import Split
 
 
 def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
@@ -38,11 +38,11 @@ def with_affine_ffns(teacher: nn.Module, images: Iterable) -> nn.Module:
 def with_scales_for_norms(teacher: nn.Module, images: Iterable) -> nn.Module:
     """Every norm becomes its best scale and shift per channel, and no other layer is fitted."""
 
-    def keep_prior(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> Affine:
-        return Affine(prior, moments.mean_y - prior @ moments.mean_x)
+    def keep_prior(split: Split, prior: Tensor) -> Affine:
+        return Affine(prior, split.fitted.mean_y - prior @ split.fitted.mean_x)
 
     with (
-        mock.patch.object(regression, 'choose_fit', keep_prior),
+        mock.patch.object(Split, 'choose_fit', keep_prior),
         mock.patch.object(Pair, 'differs', lambda self: False),
     ):
         return slab_det.absorb(teacher, images, 1, 'remove', progress=False)
@@ -55,7 +55,7 @@ class BlockSurvey(Survey):
         self.counts: Mapping[str, int] | None = None
         super().__init__(*args)
         self.estimates = {name: found for name, found in self.estimates.items() if name.startswith('backbone.')}
-        self.families = {family: self.families[family] for family in ('attention', 'FFN')}
+        self.kinds = {kind: self.kinds[kind] for kind in ('attention', 'FFN')}
         self.layers = {layer: value for layer, value in self.layers.items() if layer.startswith('backbone.')}
         self.total = sum(cost for cost, _ in self.layers.values())
 

@@ -56,7 +56,8 @@ def absorb(
     and the layers that read the norm take the map: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the best scale per
     channel of the centred input. The last layer of each attention and each FFN is fitted in the same way, so that the
     student's residual stream approaches the teacher's. At the end the 3x3 convolutions of an FPN are fitted to the
-    teacher's feature maps. These ridges are chosen on every fifth batch, which is held out from all fits.
+    teacher's feature maps. The ridges of norms and of these layers are chosen on every fifth batch, which is held out
+    from all fits.
 
     The student is fused already: an absorbed norm is no longer a module. ``student.absorption_report`` gives the error
     of each fit, and ``student.fusion_report`` names the layers that each norm was folded into.
@@ -70,8 +71,9 @@ def absorb(
         channels: Share of the detector's multiply-adds that stays, at the size of the first image; 1 leaves all hidden
             channels. Channels go in FFNs, in the heads of softmax attention, and in the FPN, RPN, box heads and mask
             heads of a Faster, Mask or Cascade R-CNN or the FPN and towers of a RetinaNet, ATSS, FCOS or RTMDet: first
-            where they cost least for each multiply-add that they save. Of a detector that finds objects in the images,
-            the price of each family of layers is the share of the AP that drafts lose, students that lack most of it.
+            where they cost least for each multiply-add that they save. Where the detector finds objects in the images,
+            the price of a kind of layers is measured: the share of the AP that a draft loses, which is a student
+            without most channels of this kind.
             'auto' takes the least share, to 1/32, with which a draft retains ``LEAST_RETAINED_AP`` of the teacher's AP
             (:func:`~slab_det.compare.ruler.retained_ap`) in images that it is not fitted on.
         norms: 'keep' leaves all LayerNorms, 'remove' absorbs those that can be absorbed; or the names of those that
@@ -114,7 +116,7 @@ def absorb(
         student = plan.copy_teacher()
         observer = Observer(copy_module(student), stored, int8) if channels != 1 else None
         if not (plan.absorbed or observer and observer.units):
-            raise ConversionError(_describe_nothing(plan, observer))
+            raise ConversionError(_why_nothing_goes(plan, observer))
         judge, report, work_dir = Judge(model, stored), AbsorptionReport(), Path(work_dir or folder)
         if channels == 'auto' and not judge.can_compare:
             raise ConversionError(
@@ -137,12 +139,12 @@ def absorb(
         student.absorption_report = report
         student.fusion_report = FusionReport([*past.norms, *plan.fusions.values()], past.channels | report.counts)
         if compare:
-            judge.describe(student, report)
+            judge.fill(report, student)
     _warn(student.absorption_report, can_lose_channels)
     return student
 
 
-def _describe_nothing(plan: NormPlan, observer: Observer | None) -> str:
+def _why_nothing_goes(plan: NormPlan, observer: Observer | None) -> str:
     """Why neither norms nor channels can go."""
     why = '; '.join(dict.fromkeys(plan.reasons.values())) or 'it has none'
     if observer is None:
@@ -209,7 +211,7 @@ def _warn(report: AbsorptionReport, can_lose_channels: bool) -> None:
         )
     if report.num_images and report.retained_ap is None:
         warn(
-            f'{report.describe_nothing()}: {len(report.kept)} LayerNorms are '
+            f'{report.why_unknown()}: {len(report.kept)} LayerNorms are '
             'kept, and the loss of AP is unknown; give images of its objects'
         )
     elif report.retained_ap is not None and report.retained_ap < LEAST_RETAINED_AP:

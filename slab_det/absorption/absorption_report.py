@@ -21,14 +21,14 @@ class NormAbsorption:
         norm: Dotted name of the norm.
         outcome: 'absorbed' or 'kept'.
         reason: Why the norm was kept, or ''.
-        left: Error of the folded map as a share of the variance of the norm's output, on held-out batches; None where
+        error: Error of the folded map as a share of the variance of the norm's output, on held-out batches; None where
             nothing was fitted.
     """
 
     norm: str
     outcome: Literal['absorbed', 'kept']
     reason: str = ''
-    left: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChannelAbsorption:
         channels: Number of hidden channels before; None where the unit was left alone.
         kept: Number of hidden channels after.
         reason: Why the unit was left alone, or ''.
-        left: Mean squared error of the readers on the images that they are fitted on, as a share of a variance: that of
+        error: Mean squared error of the readers on the images that they are fitted on, as a share of the variance of
             the teacher's residual stream behind them, or of the teacher's outputs in a head. Of a neck, before its
             readers are fitted.
     """
@@ -49,7 +49,7 @@ class ChannelAbsorption:
     channels: int | None = None
     kept: int | None = None
     reason: str = ''
-    left: float | None = None
+    error: float | None = None
 
 
 @dataclass
@@ -105,7 +105,7 @@ class AbsorptionReport(Record):
         error = math.inf if self.retained_ap_error is None else self.retained_ap_error
         return describe_loss(RetainedAP(self.retained_ap, error), self.num_detections)
 
-    def describe_nothing(self) -> str:
+    def why_unknown(self) -> str:
         """Says why the share is unknown where detections can be compared."""
         again = ' that it finds again when they are mirrored' if self.num_detections else ''
         return f'the teacher finds nothing in {self._images}{again}'
@@ -129,22 +129,22 @@ class AbsorptionReport(Record):
                 f'{self.describe_loss()}'
             )
         elif self.num_images:
-            lines[0] += f'; the AP retained is unknown: {self.describe_nothing()}'
+            lines[0] += f'; the AP retained is unknown: {self.why_unknown()}'
         chosen = [norm for norm in self.kept if norm.reason == KEPT_BY_CHOICE]
         lines += [f'  {len(chosen)} {KEPT_BY_CHOICE}'] if chosen else []
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept if norm not in chosen]
         if absorbed:
-            worst = max(absorbed, key=lambda norm: norm.left)
+            worst = max(absorbed, key=lambda norm: norm.error)
             lines.append(
-                f'  error, as a share of variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on '
-                f'average, largest at {worst.norm}: {worst.left:.1%}'
+                f'  error, as a share of variance: {sum(norm.error for norm in absorbed) / len(absorbed):.1%} on '
+                f'average, largest at {worst.norm}: {worst.error:.1%}'
             )
         if self.pruned:
-            worst = max(self.pruned, key=lambda unit: unit.left)
+            worst = max(self.pruned, key=lambda unit: unit.error)
             lines.append(
                 f'channels removed in {len(self.pruned)} units, {sum(unit.kept for unit in self.pruned)} of '
                 f'{sum(unit.channels for unit in self.pruned)} left; error, as a share of variance: '
-                f'largest at {worst.unit}: {worst.left:.1%}'
+                f'largest at {worst.unit}: {worst.error:.1%}'
             )
         if self.multiply_adds:
             before, after = self.multiply_adds

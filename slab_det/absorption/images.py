@@ -23,11 +23,11 @@ from slab_det.families import find_absorbed
 from slab_det.families.regions import Regions
 
 # Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.
-HELD_OUT = 5
-# The fits read as many pixels as IMAGES crops of CROP pixels have, and at most the regions of IMAGES images: of more
-# images less of each.
+NTH_HELD_OUT = 5
+# The fits read at most MOST_IMAGES * CROP pixels, and the regions of MOST_IMAGES images: of more images a smaller part
+# of each.
 CROP = 448 * 672
-IMAGES = 40
+MOST_IMAGES = 40
 # Stands for the whole first batch among the indices of batches.
 WHOLE = -1
 # Side of a pixel of the coarsest stage of a backbone.
@@ -57,7 +57,7 @@ class Images(NamedTuple):
 
 def is_held_out(index: int) -> bool:
     """Whether the batch with this index is held out from all fits."""
-    return index % HELD_OUT == HELD_OUT - 1
+    return index % NTH_HELD_OUT == NTH_HELD_OUT - 1
 
 
 def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool = False) -> Images:
@@ -80,7 +80,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     family = find_absorbed(model) if heads else None
     for index, batch in enumerate(batches):
         inputs, samples = prepare(batch)
-        share = IMAGES / number / len(inputs)
+        share = MOST_IMAGES / number / len(inputs)
         if index == 0:
             store.put(str(WHOLE), inputs)
             if family:
@@ -98,10 +98,10 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
         count = index + 1
     if not count:
         raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
-    if count < HELD_OUT:
+    if count < NTH_HELD_OUT:
         MMLogger.get_current_instance().warning(
             f'{count} batches: none is held out, so losses and errors are measured on images that were fitted; '
-            f'give at least {HELD_OUT} batches: a smaller batch size or more images'
+            f'give at least {NTH_HELD_OUT} batches: a smaller batch size or more images'
         )
     return Images(store, count, stored, digest, regions, shares)
 
@@ -113,7 +113,9 @@ def fewer_objects(model: nn.Module, share: float) -> Iterator[None]:
     parts = {part: getattr(part, 'test_cfg', None) or {} for part in model.modules()}
     configs = {part: cfg for part, cfg in parts.items() if 'max_per_img' in cfg}
     for part, cfg in configs.items():
-        part.test_cfg = type(cfg)({**cfg, 'max_per_img': math.ceil(share * cfg['max_per_img'])})
+        # -1 means no limit.
+        most = cfg['max_per_img'] if cfg['max_per_img'] < 0 else math.ceil(share * cfg['max_per_img'])
+        part.test_cfg = type(cfg)({**cfg, 'max_per_img': most})
     try:
         yield
     finally:
@@ -130,10 +132,14 @@ def _sample_like(sample: DetDataSample) -> DetDataSample:
 def _crop_grid(model: nn.Module) -> int:
     """The number of pixels on which the windows of every stage of a Swin begin; 0 if its outputs depend on the size of
     the image otherwise than by windows, so that it must see whole images."""
-    windows = [module.w_msa.window_size for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
+    windows = [module.w_msa for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
     is_global = any(isinstance(module, MapAttention) for module in model.modules())
     has_positions = getattr(getattr(model, 'backbone', model), 'absolute_pos_embed', None) is not None
-    return STRIDE * windows[-1] if windows and not is_global and not has_positions else 0
+    if not windows or is_global or has_positions:
+        return 0
+    widest = max(window.embed_dims for window in windows)
+    # The width of a stage doubles with the side of its pixels.
+    return math.lcm(*(window.window_size * STRIDE * window.embed_dims // widest for window in windows))
 
 
 def _crop(

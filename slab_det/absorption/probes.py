@@ -23,34 +23,34 @@ class Probe(NamedTuple):
     side: str
 
 
-class Writer(NamedTuple):
+class StreamLayer(NamedTuple):
     """A layer that writes the residual stream, or a convolution of a neck.
 
     Attributes:
-        layer: Its name.
+        name: Its name in the model.
         source: Its input.
         target: The stream behind the layer, or its own output.
     """
 
-    layer: str
+    name: str
     source: Probe
     target: Probe
 
 
-def find_writers(model: nn.Module) -> list[Writer]:
+def find_stream_layers(model: nn.Module) -> list[StreamLayer]:
     """Finds the layers that write the residual stream and the convolutions of the neck, in the order of the modules."""
-    writers: dict[str, Writer] = {}
+    found: dict[str, StreamLayer] = {}
     for prefix, module in model.named_modules():
         rule = find_rule(module, 'writes')
         # The rule of a block counts, not the rule of the FFN in it.
-        if not rule or any(layer.startswith(f'{prefix}.') for layer in writers):
+        if not rule or any(name.startswith(f'{prefix}.') for name in found):
             continue
         for write in rule():
             layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
             # A layer that is its own stream, such as a convolution of an FPN, is fitted to its output.
             target = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
-            writers[layer] = Writer(layer, Probe(source, 'output') if source else Probe(layer, 'input'), target)
-    return [*writers.values()]
+            found[layer] = StreamLayer(layer, Probe(source, 'output') if source else Probe(layer, 'input'), target)
+    return [*found.values()]
 
 
 def backbone_prefix(model: nn.Module) -> str:
@@ -58,13 +58,14 @@ def backbone_prefix(model: nn.Module) -> str:
     return 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
 
 
-def find_features(model: nn.Module, writers: Iterable[Writer]) -> Callable[[nn.Module], Forward]:
-    """How to run the backbone of ``model`` or of a copy, and its neck if it has writers."""
+def find_features(model: nn.Module, layers: Iterable[StreamLayer]) -> Callable[[nn.Module, Tensor], object]:
+    """Returns what runs ``model`` or a copy of it on an image: its backbone, and its neck if some of the layers are
+    there."""
     prefix = backbone_prefix(model)
     # A video detector has no extract_feat, so there is no known way to run its neck.
-    if hasattr(model, 'extract_feat') and not all(writer.layer.startswith(prefix) for writer in writers):
-        return lambda net: net.extract_feat
-    return lambda net: net.backbone if prefix else net
+    if hasattr(model, 'extract_feat') and not all(layer.name.startswith(prefix) for layer in layers):
+        return lambda net, image: net.extract_feat(image)
+    return lambda net, image: (net.backbone if prefix else net)(image)
 
 
 def trace(model: nn.Module, forward: Forward, image: Tensor, probes: Iterable[Probe]) -> list[Probe]:

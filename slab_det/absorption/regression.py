@@ -68,25 +68,6 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
         yield _with_shift(moments, (torch.cholesky_solve(target + pull[:, None] * start, factor) / sigma[:, None]).T)
 
 
-def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> Affine:
-    """Returns the fit of the largest ridge whose error on ``held_out`` is at most ``SLACK`` times the least error.
-
-    Where nothing is held out, returns the fit of ``DEFAULT_RIDGE``.
-    """
-    if held_out.count == 0:
-        return next(ridge_fits(moments, prior, (DEFAULT_RIDGE,)))
-    least = math.inf
-    # Ridges grow: once the error exceeds the bound it stays above, and later factorisations are skipped.
-    for fit in ridge_fits(moments, prior):
-        share = held_out.unexplained(fit)
-        least = min(least, share)
-        # Rounding may make the share of an exact fit negative.
-        if share - least > (SLACK - 1) * abs(least):
-            break
-        chosen = fit
-    return chosen
-
-
 def _with_shift(moments: CrossMoments, matrix: Tensor) -> Affine:
     return Affine(matrix, moments.mean_y - matrix @ moments.mean_x)
 
@@ -116,8 +97,22 @@ class Split:
         return self.held_out if self.held_out.count else self.fitted
 
     def choose_fit(self, prior: Tensor) -> Affine:
-        """See :func:`choose_fit`."""
-        return choose_fit(self.fitted, self.held_out, prior)
+        """Returns the fit of the largest ridge whose error on the held-out sums is at most ``SLACK`` times the least.
+
+        Where nothing is held out, returns the fit of ``DEFAULT_RIDGE``.
+        """
+        if self.held_out.count == 0:
+            return next(ridge_fits(self.fitted, prior, (DEFAULT_RIDGE,)))
+        least = math.inf
+        # Ridges grow: once the error exceeds the bound it stays above, and later factorisations are skipped.
+        for fit in ridge_fits(self.fitted, prior):
+            share = self.held_out.unexplained(fit)
+            least = min(least, share)
+            # Rounding may make the share of an exact fit negative.
+            if share - least > (SLACK - 1) * abs(least):
+                break
+            chosen = fit
+        return chosen
 
     def check_finite(self, name: str) -> None:
         """Raises ConversionError, with the name of the fitted norm or layer, unless all sums are finite."""

@@ -63,8 +63,7 @@ def output_tokens(output: Tensor) -> Tensor:
 
 
 def _region_step(output: Tensor) -> int:
-    return max(1, len(output) * output.shape[-2] * output.shape[-1] // POSITIONS) if _is_small(output) else 1
-
-
-def _is_small(output: Tensor) -> bool:
-    return output.ndim == 4 and output.shape[-2] * output.shape[-1] < POSITIONS
+    """The step in which regions are taken; 1 for what is no map of regions, which are small."""
+    if output.ndim != 4 or output.shape[-2] * output.shape[-1] >= POSITIONS:
+        return 1
+    return max(1, len(output) * output.shape[-2] * output.shape[-1] // POSITIONS)

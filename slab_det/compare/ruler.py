@@ -114,8 +114,10 @@ def describe_loss(retained: RetainedAP, num_detections: int) -> str:
         retained: The share.
         num_detections: Number of the teacher's detections that it rests on.
     """
-    if num_detections < FEW_DETECTIONS or not np.isfinite(retained.error):
+    if num_detections < FEW_DETECTIONS:
         return f'the loss of AP is unknown, because {num_detections} detections are too few: give more images'
+    if not np.isfinite(retained.error):
+        return 'the loss of AP is unknown, because fewer than two of the compared images show objects: give more images'
     loss, low, high = (100 * value for value in retained.losses())
     return f'AP about {loss:.1f} ({low:.1f} to {high:.1f}) lower if the teacher has {100 * ASSUMED_AP:.0f}'
 

@@ -144,6 +144,7 @@ def DistilledDetector(  # noqa: N802 (a config's type)
         # DropPath of mmcv and DropPath of timm both have this attribute.
         if hasattr(module, 'drop_prob'):
             module.drop_prob = 0.0
+    # Only afterwards: what builds a student may be a function, as FusedDetector is.
     kind = type(detector)
     detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), {})
     detector.distillation, detector.task_weight = Distillation(reference), task_weight

@@ -53,7 +53,7 @@ def test_affine_layer_norms_are_absorbed_exactly(teacher, backbone):
         assert all('padding=0' in norm.reason for norm in report.kept)
     else:
         assert not report.kept
-    assert all(norm.left < 1e-9 for norm in report.norms if norm.outcome == 'absorbed')
+    assert all(norm.error < 1e-9 for norm in report.norms if norm.outcome == 'absorbed')
     for size in ((66, 70), (75, 101)):
         image = pictures(1, size, seed=5)[0].double()
         with torch.no_grad():

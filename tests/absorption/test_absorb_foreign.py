@@ -211,7 +211,7 @@ class Pooled(Plain):
 def test_a_norm_of_one_token_per_image_is_absorbed():
     register_folds(Pooled, folds=lambda m: [('norm', 'up')])
     (norm,) = absorb(Pooled().eval(), pictures(10), **NORMS_GONE).absorption_report.norms
-    assert norm.outcome == 'absorbed' and 0 <= norm.left < 1
+    assert norm.outcome == 'absorbed' and 0 <= norm.error < 1
 
 
 class Recurrent(Plain):

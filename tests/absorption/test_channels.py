@@ -202,7 +202,7 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
     student, control = prune(surveyed, {'neck': half}), copy.deepcopy(model)
     resize_channels(control, {'neck': half})
     (found,) = student.absorption_report.pruned
-    assert found.unit == 'neck' and found.kept == half and found.left < 1e-4
+    assert found.unit == 'neck' and found.kept == half and found.error < 1e-4
     owners = {unit.owner for unit in find_channels(model).values() if 'head' in unit.name}
 
     def outputs_of_heads(net):
@@ -381,14 +381,14 @@ def test_a_price_is_convex_and_below_what_was_measured():
     assert Price([(0.0, 0.01)])(0.5) == 0, 'nothing is known to be lost'
 
 
-def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_go(tmp_path):
+def test_prices_are_measured_on_drafts_of_one_kind_and_decide_which_channels_go(tmp_path):
     model, drafts = build_teacher().eval(), []
     images = read_images(model, IMAGES, tmp_path, heads=True)
     observer = Observer(model, images, int8=False)
     priced, unpriced = Survey(observer), Survey(observer)
-    families = {name: family for family, found in priced.families.items() for name in found}
+    kinds = {name: kind for kind, found in priced.kinds.items() for name in found}
     whole = find_channels(model)
-    assert {*families.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
+    assert {*kinds.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
 
     def measure(students, same_maps):
         first, second = (half.batches for half in priced.halves)
@@ -396,7 +396,7 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
         assert sorted(students) == [*range(len(IMAGES))] and len({*map(id, students.values())}) == 2
         assert {*map(id, map(students.get, first))}.isdisjoint(map(id, map(students.get, second)))
         pruned = [
-            {family for name, family in families.items() if left[name].count < whole[name].count}
+            {kind for name, kind in kinds.items() if left[name].count < whole[name].count}
             for left in map(find_channels, students.values())
         ]
         assert all(each == pruned[0] for each in pruned)
@@ -411,13 +411,13 @@ def test_prices_are_measured_on_drafts_of_one_family_and_decide_which_channels_g
     assert not drafts and priced.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
     enough = SimpleNamespace(**judge, count_detections=lambda batches: 50)
     priced.prices = measure_prices(priced, enough, tmp_path)
-    assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other family'
+    assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other kind'
     again = Survey(observer)
     again.prices = measure_prices(again, few, tmp_path)
     assert len(drafts) == 7 and again.choose(0.6) == priced.choose(0.6) != unpriced.choose(0.6)
 
     def left(chosen):
-        return sum(chosen.get(name, whole[name].count) for name in priced.families['roi_head.mask_head'])
+        return sum(chosen.get(name, whole[name].count) for name in priced.kinds['roi_head.mask_head'])
 
     assert left(priced.choose(0.6)) > left(unpriced.choose(0.6))
 

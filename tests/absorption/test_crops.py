@@ -20,7 +20,7 @@ def test_large_images_are_cropped_at_windows_unless_positions_count(backbone, tm
     adopt(model)
     windows = [module.w_msa.window_size for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
     monkeypatch.setattr(reading, 'CROP', 224 * 300)
-    monkeypatch.setattr(reading, 'IMAGES', 4)
+    monkeypatch.setattr(reading, 'MOST_IMAGES', 4)
     images = read_images(model, batches, tmp_path, heads=True)
     stored = [images.store.get(str(i)) for i in range(4)]
     assert torch.equal(images.store.get(str(WHOLE)), batches[0]), 'multiply-adds are counted on the whole first'
@@ -40,6 +40,15 @@ def test_large_images_are_cropped_at_windows_unless_positions_count(backbone, tm
         assert regions.proposals[0][:, 3].max() <= image.shape[-1]
 
 
+def test_crops_begin_at_the_windows_of_all_stages(tmp_path, monkeypatch):
+    model, batches = build_teacher('SLABSwin', window_sizes=(12, 12, 7, 7)), pictures(1, (672, 1344))
+    adopt(model)
+    monkeypatch.setattr(reading, 'CROP', 672 * 672)
+    monkeypatch.setattr(reading, 'MOST_IMAGES', 1)
+    # Windows of 48, 96, 112 and 224 pixels.
+    assert read_images(model, batches, tmp_path).store.get('0').shape[-2:] == (672, 672)
+
+
 def test_sampled_tokens_fall_into_every_row_and_column_of_a_window():
     places = torch.stack(torch.meshgrid(torch.arange(112), torch.arange(168), indexing='ij'), -1).flatten(0, 1)
     (some, again) = sample_tokens(places[None], places[None])
@@ -55,11 +64,11 @@ def test_drafts_are_compared_on_fewer_crops_than_small_images(tmp_path, monkeypa
     adopt(model)
     small = read_images(model, pictures(12, (32, 32)), tmp_path, heads=True)
     assert [*Judge(model, small).batches] == [*range(12)]
-    monkeypatch.setattr(judging, 'JUDGED', 11 * 32 * 32)
+    monkeypatch.setattr(judging, 'JUDGED_PIXELS', 11 * 32 * 32)
     assert [*Judge(model, small).batches] == [*range(11)] and Judge(model, small).held_out == [4, 9]
-    monkeypatch.setattr(judging, 'CROPS', 11)
+    monkeypatch.setattr(judging, 'JUDGED_CROPS', 11)
     monkeypatch.setattr(reading, 'CROP', 224 * 224)
-    monkeypatch.setattr(reading, 'IMAGES', 12)
+    monkeypatch.setattr(reading, 'MOST_IMAGES', 12)
     large = read_images(model, pictures(12, (256, 480)), tmp_path, heads=True)
     assert [*Judge(model, large).batches] == [*range(11)]
 
@@ -68,7 +77,7 @@ def test_a_crop_has_its_share_of_the_objects_of_an_image(tmp_path, monkeypatch):
     model, (image,) = find_objects(build_teacher(detector='faster_rcnn')), pictures(1, (224, 448))
     adopt(model)
     monkeypatch.setattr(reading, 'CROP', 224 * 224)
-    monkeypatch.setattr(reading, 'IMAGES', 1)
+    monkeypatch.setattr(reading, 'MOST_IMAGES', 1)
     images = read_images(model, [image], tmp_path, heads=True)
     assert images.shares == {0: 0.5}
     limits = model.rpn_head.test_cfg.max_per_img, model.roi_head.test_cfg.max_per_img
@@ -77,6 +86,10 @@ def test_a_crop_has_its_share_of_the_objects_of_an_image(tmp_path, monkeypatch):
         assert (model.rpn_head.test_cfg.max_per_img, model.roi_head.test_cfg.max_per_img) == (23, 9)
         raise KeyError
     assert (model.rpn_head.test_cfg.max_per_img, model.roi_head.test_cfg.max_per_img) == limits
+    model.roi_head.test_cfg.max_per_img = -1
+    with fewer_objects(model, 0.45):
+        assert model.roi_head.test_cfg.max_per_img == -1, 'no limit'
+    model.roi_head.test_cfg.max_per_img = 20
     # A mask without a pixel is not compared.
     assert 0 < len(Judge(model, images).find(0)[0].scores) <= 10
 
@@ -86,7 +99,7 @@ def test_drafts_of_heads_read_the_maps_of_the_teacher(tmp_path):
     adopt(model)
     surveyed = survey(model, pictures(4, (34, 70)), tmp_path)
     judge, store = Judge(model, surveyed.observer.images), surveyed.observer.images.store
-    head = surveyed.families['roi_head.bbox_head']
+    head = surveyed.kinds['roi_head.bbox_head']
     draft = prune(surveyed, {name: surveyed.estimates[name].counts[-1] for name in head})
     students = dict.fromkeys(judge.batches, draft)
     expected = judge.measure(students)

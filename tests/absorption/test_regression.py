@@ -5,7 +5,7 @@ import torch
 
 from slab_det.absorption.channels.elimination import lost_logits, rank_channels, reduce_rank
 from slab_det.absorption.moments import CrossMoments
-from slab_det.absorption.regression import RIDGES, choose_fit, diagonal_fit, ridge_fits
+from slab_det.absorption.regression import RIDGES, Split, diagonal_fit, ridge_fits
 
 
 def tokens(count=600, noise=0.0, seed=0):
@@ -82,7 +82,7 @@ def test_an_exact_map_is_found_and_a_constant_channel_keeps_its_prior():
 
 
 def chosen_ridge(moments, held_out, prior):
-    fit = choose_fit(moments, held_out, prior)
+    fit = Split(moments, held_out).choose_fit(prior)
     return next(r for r in RIDGES if torch.equal(next(ridge_fits(moments, prior, (r,))).matrix, fit.matrix))
 
 
@@ -127,7 +127,7 @@ def test_fit_survives_low_precision(rounded, bound):
     x[:, 1] = x[:, 0] + x[:, 1] / 1000
     y = 1000 * (x[:, :1] - x[:, 1:2])
     moments = moments_of(x, y, int8=rounded is to_int8)
-    fit = choose_fit(moments, moments, torch.zeros(1, 5, dtype=torch.float64))
+    fit = Split(moments, moments).choose_fit(torch.zeros(1, 5, dtype=torch.float64))
     assert moments_of(rounded(x), y).unexplained(fit) < moments.unexplained(fit) + bound
 
 

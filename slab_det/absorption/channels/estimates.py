@@ -39,7 +39,7 @@ class Estimates:
 
 @dataclass(frozen=True)
 class Price:
-    """What the channels of a family cost: the share of the AP, for the sum of the family's estimated losses.
+    """The share of the AP that is lost with channels of a kind of layers, by the sum of their estimated losses.
 
     Attributes:
         points: (estimate, share of the AP) of drafts; by default, a share is what was estimated.
@@ -64,8 +64,8 @@ class Price:
         return max(lines, default=0.0)
 
 
-def family_name(unit: ChannelUnit) -> str:
-    """The family of a unit: 'FFN' or 'attention' of a backbone, 'neck', or the name of a head, without a number."""
+def layer_kind(unit: ChannelUnit) -> str:
+    """The kind of a unit: 'FFN' or 'attention' of a backbone, 'neck', or the name of a head, without a number."""
     if unit.maps:
         return 'neck'
     if unit.name.startswith('backbone.'):

@@ -12,15 +12,17 @@ from mmdet.structures import DetDataSample
 from torch import Tensor, nn
 
 from slab_det.absorption.absorption_report import AbsorptionReport
-from slab_det.absorption.images import HELD_OUT, WHOLE, Images, fewer_objects, is_held_out
+from slab_det.absorption.images import NTH_HELD_OUT, WHOLE, Images, fewer_objects, is_held_out
 from slab_det.common.errors import ComparisonError
 from slab_det.common.modules import given_features
 from slab_det.compare.detections import Detections, detect_prepared
 from slab_det.compare.ruler import RetainedAP, retained_ap
 
-# Drafts are compared on as many pixels as a hundred images of 224x224 have, or on some crops of large images, each of
-# which takes a full-size detector a second of a core or more. A dozen drafts give the prices.
-JUDGED, CROPS, LEAST = 100 * 224 * 224, 20, 10
+# Drafts are compared on images of this many pixels, or on this many crops of large images: a crop takes a full-size
+# detector a second of a core or more, and prices need a dozen drafts.
+JUDGED_PIXELS, JUDGED_CROPS = 100 * 224 * 224, 20
+# Batches that drafts are compared on at least.
+LEAST_JUDGED = 10
 
 
 class Judge:
@@ -42,8 +44,8 @@ class Judge:
         self.teacher, self.images = teacher, images
         self.held_out = [batch for batch in range(images.count) if is_held_out(batch)] or [*range(images.count)]
         first, whole = images.store.get('0'), images.store.get(str(WHOLE))
-        most = JUDGED // first[:, 0].numel() if first.shape == whole.shape else CROPS
-        self.batches = range(min(images.count, max(LEAST, most)))
+        most = JUDGED_PIXELS // first[:, 0].numel() if first.shape == whole.shape else JUDGED_CROPS
+        self.batches = range(min(images.count, max(LEAST_JUDGED, most)))
         self._found: dict[tuple[int, bool], list[Detections]] = {}
 
     @property
@@ -77,7 +79,8 @@ class Judge:
         Raises:
             ComparisonError: As :func:`retained_ap` does.
         """
-        truth, teacher = ([*chain(*(self.find(batch, side) for batch in students))] for side in (True, False))
+        truth = [*chain(*(self.find(batch, mirrored=True) for batch in students))]
+        teacher = [*chain(*map(self.find, students))]
         found = []
         for batch, student in students.items():
             with given_features(student, self._read_maps(batch)) if same_maps else nullcontext():
@@ -96,11 +99,11 @@ class Judge:
         for batch in self.batches:
             self.images.store.drop(f'maps_{batch}')
 
-    def describe(self, student: nn.Module, report: AbsorptionReport) -> None:
-        """Adds the share to a report, if the teacher's detections can be compared."""
+    def fill(self, report: AbsorptionReport, student: nn.Module) -> None:
+        """Adds the share of a student to its report, if the teacher's detections can be compared."""
         if not self.can_compare:
             return
-        report.held_out = self.images.count >= HELD_OUT
+        report.held_out = self.images.count >= NTH_HELD_OUT
         report.num_images = sum(len(self.find(batch)) for batch in self.held_out)
         report.num_detections = self.count_detections(self.held_out)
         with suppress(ComparisonError):  # the teacher finds nothing, or nothing again

@@ -17,7 +17,7 @@ from slab_det.absorption.probes import (
     Probe,
     backbone_prefix,
     find_features,
-    find_writers,
+    find_stream_layers,
     is_shared,
     register_probe,
     trace,
@@ -78,14 +78,16 @@ class Observer:
     def __init__(self, model: nn.Module, images: Images, int8: bool) -> None:
         self.model, self.images, self.int8 = model, images, int8
         self.family = find_absorbed(model) if images.regions else None
-        writers = find_writers(model)
-        # Heads read the maps of any neck.
-        self.features = (lambda net: net.extract_feat) if self.family else find_features(model, writers)
-        self.writers = {writer.layer: writer for writer in writers}
+        layers = find_stream_layers(model)
+        self.features = find_features(model, layers)
+        if self.family:
+            # Heads read the maps of any neck.
+            self.features = lambda net, image: net.extract_feat(image)
+        self.stream_layers = {layer.name: layer for layer in layers}
         found = find_channels(model)
-        probes = [writer.target for writer in writers] + [Probe(writer.layer, 'output') for writer in writers]
+        probes = [layer.target for layer in layers] + [Probe(layer.name, 'output') for layer in layers]
         probes += [at for unit in found.values() for at in self._tokens(unit)]
-        calls = trace(model, self.features(model), images.store.get('0'), probes)
+        calls = trace(model, partial(self.features, model), images.store.get('0'), probes)
         reached = {name: unit for name, unit in found.items() if self._is_reached(unit, calls)}
         self.units = {name: unit for name, unit in reached.items() if not unit.reason}
         self.reasons = {name: unit.reason for name, unit in reached.items() if unit.reason}
@@ -99,15 +101,15 @@ class Observer:
             return self.family is not None
         if unit.reason:
             return True
-        writers = [self.writers[name] for name in unit.readers if name in self.writers]
-        if not writers or any(is_shared(self.model, writer.layer, calls) for writer in writers):
+        layers = [self.stream_layers[name] for name in unit.readers if name in self.stream_layers]
+        if not layers or any(is_shared(self.model, layer.name, calls) for layer in layers):
             return False
         # A module that a forward calls twice has more than one stream.
-        return all(calls.count(at) == 1 for at in (*self._tokens(unit), *(writer.target for writer in writers)))
+        return all(calls.count(at) == 1 for at in (*self._tokens(unit), *(layer.target for layer in layers)))
 
     def run(self, model: nn.Module, image: Tensor, batch: int) -> None:
         """Runs a copy of the teacher as far as its channels can go: heads at the regions that the teacher found."""
-        found = self.features(model)(image)
+        found = self.features(model, image)
         if self.family:
             self.family.run_heads(model, found, self.images.regions[batch])
 
@@ -155,17 +157,17 @@ class Observer:
                 stack.callback(register_probe(self.model.get_submodule(at.module), at.side, look).remove)
 
             for name, unit in self.units.items():
-                found, writer = observed[name], self.writers.get(unit.readers[0])
+                found, stream_layer = observed[name], self.stream_layers.get(unit.readers[0])
                 if unit.maps:
                     for level, layer in enumerate(unit.writers):
                         hook(layer, see_map, moments=found.channels[0], level=level)
                     for reader, moments in found.readers.items():
                         hook(reader, see_reader, moments=moments, name=reader, level=0)
-                elif writer:
+                elif stream_layer:
                     # A convolution in an FFN has kernel 1 and reads a map or tokens.
-                    is_map = isinstance(self.model.get_submodule(writer.layer), nn.Conv2d)
-                    probe(writer.source, found.channels[0], is_map)
-                    probe(writer.target, found.stream, is_map, is_stream=True)
+                    is_map = isinstance(self.model.get_submodule(stream_layer.name), nn.Conv2d)
+                    probe(stream_layer.source, found.channels[0], is_map)
+                    probe(stream_layer.target, found.stream, is_map, is_stream=True)
                     for at, moments in zip(self._tokens(unit), (found.queries, found.keys), strict=False):
                         probe(at, moments)
                 else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
-from slab_det.absorption.channels.estimates import Estimates, Price, estimate_losses, family_name
+from slab_det.absorption.channels.estimates import Estimates, Price, estimate_losses, layer_kind
 from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observed, Observer
 from slab_det.absorption.channels.pruning import prune_channels
@@ -23,8 +23,8 @@ from slab_det.compare.ruler import RetainedAP
 from slab_det.fusion.channels import ChannelUnit, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 
-# The families whose units change the maps that heads read.
-OF_MAPS = 'FFN', 'attention', 'neck'
+# The kinds of layers whose units change the maps that heads read.
+MAP_KINDS = 'FFN', 'attention', 'neck'
 # Most batches that are observed.
 OBSERVED = 64
 
@@ -46,8 +46,8 @@ class Survey:
     Attributes:
         halves: Of the batches that are fitted. A draft is fitted on one and judged on the other.
         estimates: Of each unit, by its name.
-        families: The names of the units of each family, by its name; see :func:`family_name`.
-        prices: Of each family, by its name.
+        kinds: The names of the units of each kind of layers, by its name; see :func:`layer_kind`.
+        prices: Of each kind, by its name.
         total: Multiply-adds of the first batch, whole, in the backbone, the neck and the heads that absorption runs.
         alone: Why all channels of the other units stay, by the name of the unit.
         layers: For each layer that reads or writes hidden channels: its multiply-adds, and the names of the units that
@@ -66,10 +66,10 @@ class Survey:
         self.estimates = {name: estimates for name, estimates in found.items() if estimates}
         unknown = 'too few tokens or regions of the images reach it; give more images'
         self.alone = observer.reasons | {name: unknown for name in found if name not in self.estimates}
-        self.families: dict[str, list[str]] = defaultdict(list)
+        self.kinds: dict[str, list[str]] = defaultdict(list)
         for name, estimates in self.estimates.items():
-            self.families[family_name(estimates.unit)].append(name)
-        self.prices = dict.fromkeys(self.families, Price())
+            self.kinds[layer_kind(estimates.unit)].append(name)
+        self.prices = dict.fromkeys(self.kinds, Price())
         self.layers: dict[str, tuple[float, list[str]]] = {}
         for name, estimates in self.estimates.items():
             unit = estimates.unit
@@ -107,7 +107,7 @@ class Survey:
         for name, estimates in self.estimates.items():
             if name in pruned:
                 stay, error = pruned[name]
-                report.channels.append(ChannelAbsorption(name, estimates.unit.count, counts[name], left=error))
+                report.channels.append(ChannelAbsorption(name, estimates.unit.count, counts[name], error=error))
                 maps.update(dict.fromkeys(estimates.unit.writers if estimates.unit.maps else (), stay))
         report.channels += [ChannelAbsorption(name, reason=reason) for name, reason in self.alone.items()]
         report.multiply_adds = self.total, self.count(student)
@@ -120,7 +120,7 @@ class Survey:
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
         """Judges drafts with these numbers of channels, each on batches that it is not fitted on."""
         first, second = (self.make_draft(counts, half) for half in self.halves)
-        heads = {name for family, names in self.families.items() if family not in OF_MAPS for name in names}
+        heads = {name for kind, names in self.kinds.items() if kind not in MAP_KINDS for name in names}
         students = {batch: second if batch in self.halves[0].batches else first for batch in judge.batches}
         return judge.measure(students, same_maps=counts.keys() <= heads)
 
@@ -153,26 +153,26 @@ class Survey:
 
     def counts_for(self, most: float, names: Sequence[str]) -> dict[str, int]:
         """The numbers of channels to leave in some units, so that at most ``most`` multiply-adds are left."""
-        at, counts, spent = dict.fromkeys(names, 0), {}, dict.fromkeys(self.families, 0.0)
+        at, counts, spent = dict.fromkeys(names, 0), {}, dict.fromkeys(self.kinds, 0.0)
         layers = {name: [layer for layer, (_, found) in self.layers.items() if name in found] for name in names}
-        family_of = {name: family for family, found in self.families.items() for name in found}
+        kind_of = {name: kind for kind, found in self.kinds.items() for name in found}
         left = float(self.total)
         while left > most:
             best = None
             for name in names:
-                found, family, fewer = self.estimates[name], family_of[name], at[name] + 1
+                found, kind, fewer = self.estimates[name], kind_of[name], at[name] + 1
                 if fewer == len(found.counts):
                     continue
                 before = self.multiply_adds(counts, layers[name])
                 saved = before - self.multiply_adds({**counts, name: found.counts[fewer]}, layers[name])
-                estimate = spent[family] + found.losses[fewer] - found.losses[at[name]]
-                price = self.prices[family]
-                cost = (price(estimate) - price(spent[family])) / max(saved, 1.0)
+                estimate = spent[kind] + found.losses[fewer] - found.losses[at[name]]
+                price = self.prices[kind]
+                cost = (price(estimate) - price(spent[kind])) / max(saved, 1.0)
                 if best is None or cost < best[0]:
                     best = cost, name, saved, estimate
             if best is None:
                 break
-            _, name, saved, spent[family_of[name]] = best
+            _, name, saved, spent[kind_of[name]] = best
             at[name] += 1
             counts[name] = self.estimates[name].counts[at[name]]
             left -= saved

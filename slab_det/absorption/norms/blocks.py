@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def absorb_norms(
     blocks, cache = [*plan.blocks], BlockCache(plan, student, work_dir)
     finished = cache.load(student, report)
     walks = (
-        Walk(net, plan.features(net), plan.reads, plan.images.store, name)
+        Walk(net, partial(plan.features, net), plan.reads, plan.images.store, name)
         for name, net in (('teacher', plan.teacher), ('student', student))
     )
     pair = Pair(*walks, plan.images, plan.fusions, maps, plan.int8, report)

@@ -84,7 +84,7 @@ class Pair:
         return self.student.run(batch, self._block, probes, self._finish_student(batch))
 
     def differs(self) -> bool:
-        """Whether the student already differs from the teacher, so that a writer has something to correct."""
+        """Whether the student already differs from the teacher, so that a layer has something to correct."""
         return bool(self.report.pruned or self.report.norms)
 
     def empty_moments(self) -> Split:
@@ -92,8 +92,8 @@ class Pair:
         return Split(CrossMoments(self.int8), CrossMoments(self.int8))
 
     def _finish_student(self, batch: int) -> str:
-        # The student's output is not final before the fit, so its module is finished in a run for the fit only if no
-        # other block reads the values: then the shape of the output is enough.
+        # Before the fit the student's output is not final. The module may still be finished in a run for the fit if no
+        # other block reads its values: then only the shape of the output is used.
         is_read = any(self._block in names for names in self.student.reads.values())
         return '' if is_read or self._finishes != self._block else self._finish(self.student, batch)
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.images import Images
-from slab_det.absorption.norms.steps import NormStep, Step, WriterStep
+from slab_det.absorption.norms.steps import NormStep, Step, StreamStep
 from slab_det.absorption.norms.walk import find_reads
 from slab_det.absorption.probes import (
-    Forward,
     Probe,
     backbone_prefix,
     find_features,
-    find_writers,
+    find_stream_layers,
     is_shared,
     trace,
 )
@@ -45,7 +44,7 @@ class NormPlan:
         teacher: The teacher.
         images: See :class:`Images`.
         int8: See :func:`slab_det.absorb`.
-        features: Returns the forward of a teacher or student.
+        features: Runs the teacher or a student on an image, as far as norms can go.
         fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
         reasons: Why each LayerNorm stays, or '', by the name of the norm.
         blocks: The steps of each block in the order of the forward, by the name of the block.
@@ -54,7 +53,7 @@ class NormPlan:
     teacher: nn.Module
     images: Images
     int8: bool
-    features: Callable[[nn.Module], Forward]
+    features: Callable[[nn.Module, Tensor], object]
     fusions: dict[str, NormFusion]
     reasons: dict[str, str]
     blocks: dict[str, list[Step]]
@@ -67,7 +66,7 @@ class NormPlan:
     @cached_property
     def reads(self) -> dict[str, set[str]]:
         """What each block reads; see :class:`slab_det.absorption.norms.walk.Walk`."""
-        forward, image = self.features(self.teacher), self.images.store.get('0')
+        forward, image = partial(self.features, self.teacher), self.images.store.get('0')
         reads = find_reads(self.teacher, forward, self.blocks, image)
         for block, steps in self.blocks.items():
             reads[block] |= {step.finishes for step in steps} - {block, ''}
@@ -92,16 +91,16 @@ def plan_norms(model: nn.Module, images: Images, norms: str | Collection[str], i
         int8: See :func:`slab_det.absorb`.
     """
     _check_absorbable(model)
-    writers = find_writers(model)
+    layers = find_stream_layers(model)
     steps: list[Step] = [
         NormStep(name=name, source=Probe(name, 'input'), target=Probe(name, 'output'))
         for name, _ in named_norms(model, nn.LayerNorm)
     ]
-    steps += [WriterStep(name=writer.layer, source=writer.source, target=writer.target) for writer in writers]
-    features = find_features(model, writers)
+    steps += [StreamStep(name=layer.name, source=layer.source, target=layer.target) for layer in layers]
+    features = find_features(model, layers)
     probes = [probe for step in steps for probe in (step.source, step.target, Probe(step.name, 'output'))]
     probes += [Probe(_find_branch(model, step.name), 'output') for step in steps]
-    calls = trace(model, features(model), images.store.get('0'), probes)
+    calls = trace(model, partial(features, model), images.store.get('0'), probes)
     fusions, reasons = _find_folds(model, calls, norms)
     left = [step for step in steps if not (isinstance(step, NormStep) and reasons[step.name])]
     return NormPlan(model, images, int8, features, fusions, reasons, _plan_blocks(model, calls, left))
@@ -129,11 +128,11 @@ def _find_folds(
 
 
 def _plan_blocks(model: nn.Module, calls: list[Probe], steps: Sequence[Step]) -> dict[str, list[Step]]:
-    """The steps of each block in the order of the forward: of norms by their input, of writers by the stream behind."""
-    steps = [step for step in steps if not (isinstance(step, WriterStep) and is_shared(model, step.name, calls))]
-    # Writers first: a norm that reads the stream is fitted after the layer that writes it.
-    reached = [(step.target, step) for step in steps if isinstance(step, WriterStep)]
-    reached += [(step.source, step) for step in steps if not isinstance(step, WriterStep)]
+    """The steps of each block in the order of the forward: of norms by their input, of layers by the stream behind."""
+    steps = [step for step in steps if not (isinstance(step, StreamStep) and is_shared(model, step.name, calls))]
+    # Stream layers first: a norm that reads the stream is fitted after the layer that writes it.
+    reached = [(step.target, step) for step in steps if isinstance(step, StreamStep)]
+    reached += [(step.source, step) for step in steps if not isinstance(step, StreamStep)]
     blocks: dict[str, list[Step]] = {}
     # A module that a forward calls twice has more than one stream.
     for probe in (probe for probe in calls if calls.count(probe) == 1):
@@ -141,7 +140,7 @@ def _plan_blocks(model: nn.Module, calls: list[Probe], steps: Sequence[Step]) ->
             blocks.setdefault(_find_block(model, step.name), []).append(step)
     for block, found in blocks.items():
         for index, step in enumerate(found):
-            if isinstance(step, WriterStep) and _has_returned(model, step, found[index + 1 :], calls):
+            if isinstance(step, StreamStep) and _has_returned(model, step, found[index + 1 :], calls):
                 found[index] = replace(step, finishes=_find_branch(model, step.name))
         found[-1] = replace(found[-1], finishes=block)
     return blocks
@@ -166,7 +165,7 @@ def _check_absorbable(model: nn.Module) -> None:
 
 
 def _find_block(model: nn.Module, name: str) -> str:
-    """The block of a norm or layer: the outermost module around it that has rules for its norms or its writers.
+    """The block of a norm or layer: the outermost module around it that has rules for its norms or its stream layers.
 
     Each convolution of a neck is a block of its own, because none reads the output of another.
     """
@@ -183,13 +182,13 @@ def _find_branch(model: nn.Module, name: str) -> str:
     return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
 
 
-def _has_returned(model: nn.Module, writer: WriterStep, later: Iterable[Step], calls: list[Probe]) -> bool:
-    """Whether the branch of a writer returns before its stream is reached and before later steps read their inputs.
+def _has_returned(model: nn.Module, step: StreamStep, later: Iterable[Step], calls: list[Probe]) -> bool:
+    """Whether the branch of a layer returns before its stream is reached and before later steps read their inputs.
 
     Then the branch, such as an attention, need not run again for later steps; see :class:`slab_det.fusion.Write`.
     """
-    branch = Probe(_find_branch(model, writer.name), 'output')
-    if writer.target.side == 'output' or calls.count(branch) != 1 or find_hooks(model.get_submodule(branch.module)):
+    branch = Probe(_find_branch(model, step.name), 'output')
+    if step.target.side == 'output' or calls.count(branch) != 1 or find_hooks(model.get_submodule(branch.module)):
         return False
     before = calls[: calls.index(branch)]
-    return writer.target not in before and not any(step.source in before for step in later)
+    return step.target not in before and not any(other.source in before for other in later)

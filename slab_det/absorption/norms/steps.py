@@ -52,13 +52,13 @@ class NormStep(Step):
             del source, target
         moments.check_finite(self.name)
         fit = moments.choose_fit(diagonal_fit(moments.fitted).matrix)
-        pair.report.norms.append(NormAbsorption(self.name, 'absorbed', left=moments.measured.unexplained(fit)))
+        pair.report.norms.append(NormAbsorption(self.name, 'absorbed', error=moments.measured.unexplained(fit)))
         apply_fold(pair.model, pair.fusions[self.name])
         fold_affine(pair.model, pair.fusions[self.name], *fit)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriterStep(Step):
+class StreamStep(Step):
     """Fits a layer so that the student's stream approaches the teacher's."""
 
     def fit(self, pair: Pair) -> None:
@@ -102,8 +102,8 @@ def refit(layer: nn.Linear | nn.Conv2d, moments: Split) -> float:
     if layer.bias is None:
         # A model rebuilt from its config would have no bias here, so the fit has no shift.
         moments = moments.about_zero()
-    fit, judge = moments.choose_fit(torch.zeros_like(moments.fitted.xy.T)), moments.measured
-    before, after = judge.mean_square(), judge.unexplained(fit) * judge.variance()
+    fit, measured = moments.choose_fit(torch.zeros_like(moments.fitted.xy.T)), moments.measured
+    before, after = measured.mean_square(), measured.unexplained(fit) * measured.variance()
     if after >= before:
         return 1.0
     layer.weight += fit.matrix.view_as(layer.weight)
