@@ -149,11 +149,23 @@ class CrossMoments:
             other.mean_x, other.xx, other.xy = self.mean_x[channels], self.xx[channels][:, channels], self.xy[channels]
         return other
 
-    def project(self, weight: Tensor, channels: Tensor, ridge: float = RIDGE) -> Tensor:
-        """The regression of ``weight x`` on the channels of x with these indices, (C_y, K)."""
-        gram = self.xx[channels][:, channels].clone()
-        gram.diagonal().add_(ridge * gram.diagonal() + 1e-300)
-        return torch.linalg.solve(gram, self.xx[channels] @ weight.double().T).T
+    def with_ridge(self, ridge: float) -> CrossMoments:
+        """Returns the sums with ``ridge`` times as many tokens more, whose channels vary as x do but independently."""
+        other = copy(self)
+        if self.count:
+            other.xx = self.xx + torch.diag(ridge * self.xx.diagonal())
+        return other
+
+    def combine(self, matrix: Tensor) -> CrossMoments:
+        """Returns the sums for ``matrix x``, (K, C); a channel of x may have several columns, one after another."""
+
+        def apply(rows: Tensor) -> Tensor:
+            return torch.tensordot(matrix, rows.unflatten(0, (matrix.shape[1], -1)), 1).flatten(0, 1)
+
+        other = copy(self)
+        if self.count:
+            other.mean_x, other.xx, other.xy = apply(self.mean_x), apply(apply(self.xx).T), apply(self.xy)
+        return other
 
     def squared_errors(self, fit: Affine) -> Tensor:
         """The squared error of ``fit``, summed over tokens, of each channel of y, (C_y,)."""

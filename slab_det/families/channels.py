@@ -52,7 +52,7 @@ def tower_inputs(head: nn.Module) -> tuple[str, ...]:
 
 
 def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Channels]:
-    """The outputs of an FPN, which all heads read."""
+    """The outputs of an FPN, which all heads read, and the maps that it adds up before."""
     names = ('bbox_head',)
     if isinstance(model, TwoStageDetector):
         # Other RoI heads have more layers that read the maps.
@@ -76,6 +76,11 @@ def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Cha
         readers += extra if neck.add_extra_convs == 'on_output' else extra[1:]
         writers = [f'neck.fpn_convs.{i}.conv' for i in range(len(neck.fpn_convs))]
         yield Channels('neck', tuple(writers), tuple(readers), tuple(extractors), maps=True)
+        levels = len(neck.lateral_convs)
+        is_plain = not any(conv.with_norm or conv.with_activation for conv in neck.lateral_convs)
+        if is_plain and levels > 1 and neck.add_extra_convs != 'on_lateral':
+            laterals = [f'neck.lateral_convs.{i}.conv' for i in range(levels)]
+            yield Channels('neck.lateral_convs', tuple(laterals), tuple(writers[:levels]), levels=levels, maps=True)
 
 
 def _parts(model: nn.Module, name: str) -> list[str]:

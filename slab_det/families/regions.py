@@ -31,7 +31,7 @@ class Regions(NamedTuple):
 
     def position_weights(self, layer: str, level: int) -> Tensor | None:
         """The weights for a layer with this name; None in a head that reads regions, which weigh the same."""
-        return self.weights[level] if layer.partition('.')[0] in ('rpn_head', 'bbox_head') else None
+        return None if layer.startswith('roi_head.') else self.weights[level]
 
 
 def weigh_positions(logits: Sequence[Tensor]) -> list[Tensor]:

@@ -73,8 +73,9 @@ class Channels(NamedTuple):
         tokens: In an attention, the tokens that queries come from and the tokens that keys come from, each as the
             name of a module and its side, 'input' or 'output'.
         levels: Number of levels of a neck, if each has readers of its own: consecutive ``readers`` of equal number.
-        maps: Whether the channels are those of a neck's maps, one writer for each, and all readers read all maps, each
-            in its own way. RoI extractors may stand between.
+        maps: Whether the channels are those of a neck's maps, which are linear in each writer, one for each map. All
+            readers read all maps, each in its own way, and RoI extractors may stand between; or, with ``levels``, each
+            reads a map as it is.
     """
 
     name: str

@@ -17,10 +17,12 @@ import slab_det
 from slab_det.absorption.absorption import absorb, find_least_share
 from slab_det.absorption.channels.estimates import Price
 from slab_det.absorption.channels.judge import Judge
+from slab_det.absorption.channels.maps import find_components
 from slab_det.absorption.channels.observed import Observer
 from slab_det.absorption.channels.prices import measure_prices
 from slab_det.absorption.channels.survey import Survey
 from slab_det.absorption.images import read_images
+from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.norms.block_cache import BlockCache
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
@@ -188,21 +190,43 @@ def test_channels_that_repeat_others_are_removed_everywhere_at_little_loss(build
             assert max(losses) < 2e-2 if net is student else min(losses) > 0.1, losses
 
 
+def test_no_other_combinations_of_maps_lose_less_than_components():
+    generator = torch.Generator().manual_seed(0)
+    x, root, *others = (torch.randn(size, 6, generator=generator, dtype=torch.double) for size in (200, 3, 2, 2, 2))
+    x, q, moments = x @ torch.randn(6, 6, generator=generator, dtype=torch.double) + 1, root.T @ root, CrossMoments()
+    moments.add(x)
+    second = x.T @ x / len(x)
+    found = find_components(moments, q)
+
+    def lost(encoder, decoder):
+        rest = torch.eye(6) - decoder @ encoder
+        return float((q @ rest @ second @ rest.T).trace())
+
+    for kept in range(7):
+        components = found.encoder[:kept], found.decoder[:, :kept]
+        assert lost(*components) == pytest.approx(float(found.losses[kept]), abs=1e-9 * float(found.losses[0]))
+    assert float(found.losses[3]) < 1e-9 * float(found.losses[0]), 'the readers have three outputs'
+    for encoder in (*others, torch.eye(6, dtype=torch.double)[:2], torch.eye(6, dtype=torch.double)[4:]):
+        decoder = second @ encoder.T @ torch.linalg.inv(encoder @ second @ encoder.T)
+        assert lost(encoder, decoder) > float(found.losses[2])
+
+
+@pytest.mark.parametrize('name', ['neck', 'neck.lateral_convs'])
 @pytest.mark.parametrize('build', [build_teacher, build_single_stage, build_cascade])
 @torch.no_grad()
-def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(build, tmp_path):
+def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(build, name, tmp_path):
     model = build().double()
-    (unit,) = (unit for unit in find_channels(model).values() if unit.maps)
+    unit = find_channels(model)[name]
     half = unit.count // 2
     matrix = torch.randn(half, half, dtype=torch.double) / half**0.5
     for conv in map(model.get_submodule, unit.writers):
         conv.weight[half:] = torch.einsum('ij,jckl->ickl', matrix, conv.weight[:half])
         conv.bias[half:] = matrix @ conv.bias[:half]
     surveyed = survey(model, [x.double() for x in pictures(10)], tmp_path)
-    student, control = prune(surveyed, {'neck': half}), copy.deepcopy(model)
-    resize_channels(control, {'neck': half})
+    student, control = prune(surveyed, {name: half}), copy.deepcopy(model)
+    resize_channels(control, {name: half})
     (found,) = student.absorption_report.pruned
-    assert found.unit == 'neck' and found.kept == half and found.error < 1e-4
+    assert found.unit == name and found.kept == half and found.error < 1e-4
     owners = {unit.owner for unit in find_channels(model).values() if 'head' in unit.name}
 
     def outputs_of_heads(net):
@@ -342,6 +366,10 @@ def test_a_draft_loses_channels_that_no_layer_needs_without_any_change(build, tm
             with torch.no_grad():
                 # q of half of the channels: the logits have no more rank.
                 weight[1 : unit.count : 2], bias[1 : unit.count : 2] = 0, 0
+        elif 'mask_head' in unit.name:
+            with torch.no_grad():
+                # A channel that is silent in all regions that are fitted could go too.
+                model.get_submodule(*unit.writers).bias.add_(1)
     images = [image.double() for image in pictures(6, (64, 96))]
     surveyed = survey(model, images, tmp_path)
     counts = {
@@ -388,7 +416,8 @@ def test_prices_are_measured_on_drafts_of_one_kind_and_decide_which_channels_go(
     priced, unpriced = Survey(observer), Survey(observer)
     kinds = {name: kind for kind, found in priced.kinds.items() for name in found}
     whole = find_channels(model)
-    assert {*kinds.values()} == {'FFN', 'attention', 'neck', 'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
+    heads = {'rpn_head', 'roi_head.bbox_head', 'roi_head.mask_head'}
+    assert {*kinds.values()} == {'FFN', 'attention', 'neck', 'neck.lateral_convs', *heads}
 
     def measure(students, same_maps):
         first, second = (half.batches for half in priced.halves)
@@ -401,7 +430,7 @@ def test_prices_are_measured_on_drafts_of_one_kind_and_decide_which_channels_go(
         ]
         assert all(each == pruned[0] for each in pruned)
         drafts.append(pruned[0])
-        assert same_maps == pruned[0].isdisjoint({'FFN', 'attention', 'neck'})
+        assert same_maps == (pruned[0] <= heads)
         # The mask head alone is dear.
         return RetainedAP(0.5 if drafts[-1] == {'roi_head.mask_head'} else 0.999, 0.001)
 
@@ -411,10 +440,10 @@ def test_prices_are_measured_on_drafts_of_one_kind_and_decide_which_channels_go(
     assert not drafts and priced.choose(0.6) == unpriced.choose(0.6), 'too few detections for prices'
     enough = SimpleNamespace(**judge, count_detections=lambda batches: 50)
     priced.prices = measure_prices(priced, enough, tmp_path)
-    assert [len(each) for each in drafts] == [1] * 7, 'two drafts for the mask head, one for each other kind'
+    assert [len(each) for each in drafts] == [1] * 8, 'two drafts for the mask head, one for each other kind'
     again = Survey(observer)
     again.prices = measure_prices(again, few, tmp_path)
-    assert len(drafts) == 7 and again.choose(0.6) == priced.choose(0.6) != unpriced.choose(0.6)
+    assert len(drafts) == 8 and again.choose(0.6) == priced.choose(0.6) != unpriced.choose(0.6)
 
     def left(chosen):
         return sum(chosen.get(name, whole[name].count) for name in priced.kinds['roi_head.mask_head'])

@@ -168,13 +168,13 @@ def _logit_terms(
         w_q, w_k = weight[q].double(), weight[count + q].double()
         mean = w_q @ queries.mean_x + (0.0 if bias is None else bias[q].double())
         (root_q, inverse_q), (root_k, inverse_k) = map(
-            _roots, (w_q @ cov_q @ w_q.T + mean.outer(mean), w_k @ cov_k @ w_k.T)
+            matrix_roots, (w_q @ cov_q @ w_q.T + mean.outer(mean), w_k @ cov_k @ w_k.T)
         )
         u, s, vh = torch.linalg.svd(root_q @ root_k)
         yield q, u.T @ inverse_q, s, vh @ inverse_k
 
 
-def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
+def matrix_roots(moments: Tensor) -> tuple[Tensor, Tensor]:
     """The symmetric square root of a matrix of second moments, and its pseudo-inverse."""
     values, vectors = torch.linalg.eigh(moments)
     roots = values.clamp(min=0).sqrt()

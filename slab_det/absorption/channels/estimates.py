@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.absorption.channels.elimination import join_channels, lost_logits, rank_channels
-from slab_det.absorption.channels.maps import rank_maps, sensitivity
+from slab_det.absorption.channels.maps import find_components, sensitivity
 from slab_det.absorption.channels.observed import Observed
 from slab_det.absorption.channels.pruning import with_outputs
 from slab_det.fusion.channels import ChannelUnit, output_parameters
@@ -28,13 +28,13 @@ class Estimates:
         counts: The numbers of channels that may stay, from all of them down.
         losses: Estimated loss for each of them, 0 for all channels: the variance of the error in the residual stream,
             or of a head's outputs, over the variance of the stream or of the outputs.
-        order: The order in which the channels go.
+        order: The order in which the channels go; None for maps, which lose components.
     """
 
     unit: ChannelUnit
     counts: list[int]
     losses: list[float]
-    order: Tensor
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,10 @@ class Price:
 
 
 def layer_kind(unit: ChannelUnit) -> str:
-    """The kind of a unit: 'FFN' or 'attention' of a backbone, 'neck', or the name of a head, without a number."""
+    """The kind of a unit: 'FFN' or 'attention' of a backbone, the name of the unit in a neck, or of a head, without a
+    number."""
     if unit.maps:
-        return 'neck'
+        return unit.name
     if unit.name.startswith('backbone.'):
         return 'attention' if unit.tokens else 'FFN'
     return re.sub(r'\.\d+$', '', unit.owner)
@@ -90,8 +91,8 @@ def estimate_losses(model: nn.Module, unit: ChannelUnit, observed: Observed) -> 
     counts = possible_counts(unit)
     if unit.maps:
         (maps,) = observed.channels
-        order, added = rank_maps(maps, sensitivity(model, unit, maps))
-        return Estimates(unit, counts, [0.0, *(float(added[unit.count - count - 1]) for count in counts[1:])], order)
+        losses = find_components(maps, sensitivity(model, unit, maps)).losses
+        return Estimates(unit, counts, [0.0, *map(float, losses[counts[1:]])])
     # The outputs of the readers, which are linear in the channels.
     parts = [
         with_outputs(part, [*map(model.get_submodule, names)])

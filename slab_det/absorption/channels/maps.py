@@ -1,13 +1,30 @@
-"""Channels of the maps of a neck, which several heads read: those that go become combinations of those that stay."""
+"""Channels of the maps of a neck, which several heads read: the components that the heads need most stay."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.channels.elimination import rank_channels
+from slab_det.absorption.channels.elimination import matrix_roots
 from slab_det.absorption.moments import CrossMoments
-from slab_det.fusion.channels import ChannelUnit, input_weight, keep_channels, set_input_weight
+from slab_det.fusion.channels import ChannelUnit, input_weight, keep_channels, output_parameters, set_input_weight
+
+
+class Components(NamedTuple):
+    """Components y = E x of maps x, those that the readers need most first, with ``D E x = x`` where readers look.
+
+    Attributes:
+        encoder: E, (C, C).
+        decoder: D, (C, C).
+        losses: The share of the variance of the readers' outputs, summed over readers, that is lost if only the first
+            0, 1, ..., C components stay, (C + 1,); see :func:`sensitivity`.
+    """
+
+    encoder: Tensor
+    decoder: Tensor
+    losses: Tensor
 
 
 @torch.no_grad()
@@ -35,46 +52,50 @@ def sensitivity(model: nn.Module, unit: ChannelUnit, moments: CrossMoments) -> T
 
 
 @torch.no_grad()
-def rank_maps(moments: CrossMoments, sensitivity: Tensor) -> tuple[Tensor, Tensor]:
-    """Orders the channels of the maps by what the readers lose; :func:`rank_channels` describes the result.
+def find_components(moments: CrossMoments, sensitivity: Tensor) -> Components:
+    """Finds the components of the maps of which any first K are the K combinations that lose least.
 
-    The second value is the share of the variance of the readers' outputs, see :func:`sensitivity`.
+    With S the second moments of x and Q the sensitivity, the error of the best ``A B x`` of rank K is the sum of all
+    but the K largest eigenvalues of ``Q^1/2 S Q^1/2 = V diag(l) V^T``, with ``B = V_K^T Q^1/2`` and
+    ``A = S Q^1/2 V_K diag(1 / l_K)``. The components are scaled to the mean variance of the maps, so that int8 rounds
+    each as finely as the maps.
     """
-    about_zero = moments.about_zero()
-    values, vectors = torch.linalg.eigh(sensitivity)
-    # The squared error of the target root(Q) x is trace(Q E).
-    about_zero.xy = about_zero.xx @ (vectors * values.clamp(min=0).sqrt())
-    order, added = rank_channels(about_zero)
-    return order, added / moments.count
+    second = moments.about_zero().xx / moments.count
+    root, _ = matrix_roots(sensitivity)
+    values, vectors = torch.linalg.eigh(root @ second @ root)
+    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+    varies = values > 1e-12 * values[0]
+    scale = torch.where(varies, second.diagonal().mean() / values, 1.0).sqrt()
+    decoder = torch.where(varies, second @ root @ vectors / values / scale, 0.0)
+    losses = torch.nn.functional.pad(values.flip(0).cumsum(0).flip(0), (0, 1))
+    return Components(scale[:, None] * (root @ vectors).T, decoder, losses)
 
 
 @torch.no_grad()
-def combine_channels(
-    model: nn.Module, unit: ChannelUnit, kept: int, moments: CrossMoments, order: Tensor
-) -> tuple[Tensor, float]:
-    """Removes channels of the maps; the readers take the others for them, by one regression for all levels.
+def combine_channels(model: nn.Module, unit: ChannelUnit, kept: int, moments: CrossMoments) -> tuple[Tensor, float]:
+    """Leaves the first components of the maps in place of their channels: writers encode, and readers decode.
 
-    The regression has no shift, because the zeros around a map have none.
+    A neck is linear in its outputs, and so are its readers. Nothing has a shift, because the zeros around a map have
+    none.
 
     Args:
         model: The student, changed in place.
         unit: The channels of the maps.
-        kept: Number of channels that stay.
+        kept: Number of components that stay.
         moments: Sums of the maps about their means, as x.
-        order: The order in which the channels go.
 
     Returns:
-        The indices of the channels that stay, and the share of the variance of the readers' outputs that is lost, see
-        :func:`sensitivity`, the mean over readers.
+        The encoder of the components that stay, (K, C), and the share of the variance of the readers' outputs that is
+        lost, see :func:`sensitivity`, the mean over readers.
     """
-    weights, stay, about_zero = sensitivity(model, unit, moments), order[-kept:].sort().values, moments.about_zero()
-    matrix = about_zero.project(torch.eye(unit.count, device=stay.device), stay)
-    matrix[stay] = torch.eye(kept, dtype=matrix.dtype, device=stay.device)
+    components = find_components(moments, sensitivity(model, unit, moments))
+    encoder, decoder = components.encoder[:kept], components.decoder[:, :kept]
     for layer in map(model.get_submodule, unit.readers):
         weight = input_weight(layer).double().unflatten(1, (unit.count, -1))
-        weight[:, stay] = torch.einsum('ocp,ck->okp', weight, matrix)
+        weight[:, :kept] = torch.einsum('ocp,ck->okp', weight, decoder)
         set_input_weight(layer, weight.flatten(1))
-    keep_channels(model, unit, stay)
-    rest = torch.eye(unit.count, dtype=matrix.dtype, device=stay.device)
-    rest[:, stay] -= matrix
-    return stay, float((weights * (rest @ about_zero.xx @ rest.T)).sum() / moments.count / len(unit.readers))
+    for layer in map(model.get_submodule, unit.writers):
+        for values in filter(torch.is_tensor, output_parameters(layer)):
+            values[:kept] = torch.einsum('kc,c...->k...', encoder, values.double()).to(values.dtype)
+    keep_channels(model, unit, unit.first(kept))
+    return encoder, float(components.losses[kept]) / len(unit.readers)

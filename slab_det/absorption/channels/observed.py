@@ -37,19 +37,19 @@ class Observed:
     """Sums over what the teacher computes around a unit.
 
     Attributes:
-        channels: The channels as x, as the readers of each level read them; of a neck's maps, of all levels together.
+        channels: The channels as x, as the readers of each level read them; of maps, of all levels together.
         stream: The residual stream behind the readers as y; empty in neck and heads.
         queries, keys: In an attention, the tokens that queries and keys come from as x.
-        readers: The inputs of each layer of a head that reads a neck's maps as x, by its name, but for layers with more
-            than ``MAX_COLUMNS`` inputs.
+        readers: The inputs of each layer that reads maps as x, by its name, but for layers with more than
+            ``MAX_COLUMNS`` inputs, and those that write maps of the unit.
     """
 
     def __init__(self, unit: ChannelUnit, model: nn.Module, int8: bool) -> None:
-        self.channels = [CrossMoments(int8) for _ in unit.readers_of_levels]
+        self.channels = [CrossMoments(int8) for _ in unit.readers_of_levels[: 1 if unit.maps else None]]
         self.stream, self.queries, self.keys = (CrossMoments(int8) for _ in range(3))
         # Convolutions of a neck may read a map to write a smaller one.
-        heads = [name for name in unit.readers if unit.maps and name not in unit.writers]
-        fitted = [name for name in heads if model.get_submodule(name).weight[0].numel() <= MAX_COLUMNS]
+        others = [name for name in unit.readers if unit.maps and name not in unit.writers]
+        fitted = [name for name in others if model.get_submodule(name).weight[0].numel() <= MAX_COLUMNS]
         self.readers = {name: CrossMoments(int8) for name in fitted}
 
     def merge(self, other: Observed) -> Observed:
@@ -126,7 +126,7 @@ class Observer:
         # How often each sum was added to in a forward.
         calls: Counter[CrossMoments] = Counter()
 
-        def see(value: object, moments: CrossMoments, is_map: bool, is_stream: bool) -> None:
+        def see(value: object, moments: CrossMoments, is_map: bool = False, is_stream: bool = False) -> None:
             calls[moments] += 1
             # A dropout has two calls in an FFN.
             if calls[moments] > 1:
@@ -136,9 +136,9 @@ class Observer:
             # Only the variance of the stream is needed.
             moments.add(*(tokens[:, :1], tokens) if is_stream else (tokens,))
 
-        def see_map(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, level: int) -> None:
+        def see_map(value: object, moments: CrossMoments, level: int) -> None:
             weight = output_tokens(self.images.regions[batch].weights[level])
-            moments.add(output_tokens(output), weight=weight)
+            moments.add(output_tokens(tensors_in(value)[0]), weight=weight)
 
         def see_reader(layer: nn.Module, args: tuple, output: Tensor, moments: CrossMoments, name: str, level: int):
             weight = self.images.regions[batch].position_weights(name, level + calls[moments])
@@ -152,24 +152,27 @@ class Observer:
                 handle = self.model.get_submodule(layer).register_forward_hook(partial(look, **options))
                 stack.callback(handle.remove)
 
-            def probe(at: Probe, moments: CrossMoments, is_map: bool = False, is_stream: bool = False) -> None:
-                look = partial(see, moments=moments, is_map=is_map, is_stream=is_stream)
-                stack.callback(register_probe(self.model.get_submodule(at.module), at.side, look).remove)
+            def probe(at: Probe, look: Callable, **options: object) -> None:
+                module = self.model.get_submodule(at.module)
+                stack.callback(register_probe(module, at.side, partial(look, **options)).remove)
 
             for name, unit in self.units.items():
                 found, stream_layer = observed[name], self.stream_layers.get(unit.readers[0])
                 if unit.maps:
-                    for level, layer in enumerate(unit.writers):
-                        hook(layer, see_map, moments=found.channels[0], level=level)
-                    for reader, moments in found.readers.items():
-                        hook(reader, see_reader, moments=moments, name=reader, level=0)
+                    # Behind its lateral convolutions an FPN adds the maps of coarser levels.
+                    has_levels = unit.levels > 1
+                    layers, side = (unit.readers, 'input') if has_levels else (unit.writers, 'output')
+                    for level, layer in enumerate(layers):
+                        probe(Probe(layer, side), see_map, moments=found.channels[0], level=level)
+                    for level, (reader, moments) in enumerate(found.readers.items()):
+                        hook(reader, see_reader, moments=moments, name=reader, level=level if has_levels else 0)
                 elif stream_layer:
                     # A convolution in an FFN has kernel 1 and reads a map or tokens.
                     is_map = isinstance(self.model.get_submodule(stream_layer.name), nn.Conv2d)
-                    probe(stream_layer.source, found.channels[0], is_map)
-                    probe(stream_layer.target, found.stream, is_map, is_stream=True)
+                    probe(stream_layer.source, see, moments=found.channels[0], is_map=is_map)
+                    probe(stream_layer.target, see, moments=found.stream, is_map=is_map, is_stream=True)
                     for at, moments in zip(self._tokens(unit), (found.queries, found.keys), strict=False):
-                        probe(at, moments)
+                        probe(at, see, moments=moments)
                 else:
                     for level, (reader, *_) in enumerate(unit.readers_of_levels):
                         hook(reader, see_reader, moments=found.channels[level], name=reader, level=level)

@@ -32,18 +32,21 @@ class Pruned(NamedTuple):
     """A unit that lost channels.
 
     Attributes:
-        stay: The indices of the channels that stay.
         error: The squared error of the outputs of its readers, over the variance of the residual stream behind them, or
             of the outputs in neck and heads; of maps before the readers are fitted.
+        encoder: What the channels of maps now are, combinations of those before, (K, C); None for other units.
     """
 
-    stay: Tensor
     error: float
+    encoder: Tensor | None = None
 
 
 @torch.no_grad()
 def prune_channels(
-    model: nn.Module, counts: Mapping[str, int], observed: Callable[[str], Observed], orders: Mapping[str, Tensor]
+    model: nn.Module,
+    counts: Mapping[str, int],
+    observed: Callable[[str], Observed],
+    orders: Mapping[str, Tensor | None],
 ) -> dict[str, Pruned]:
     """Removes channels of a copy of the teacher, and fits the layers that read them, without running it.
 
@@ -54,17 +57,18 @@ def prune_channels(
         model: The copy, changed in place.
         counts: Number of channels to leave in each unit that loses some, by its name.
         observed: Returns what the teacher computes around the unit with a name.
-        orders: The order in which the channels of each unit go.
+        orders: The order in which the channels of each unit go; unused for maps.
 
     Returns:
         What became of each unit, by its name.
     """
     units, found = find_channels(model), {}
-    # The error of maps counts in all outputs of the layers that read them, which write hidden channels of heads.
-    for name in sorted(counts, key=lambda name: not units[name].maps):
+    # Maps go first, those that an FPN adds up before its outputs: their errors count in all outputs of the layers that
+    # read them.
+    for name in sorted(counts, key=lambda name: (not units[name].maps, -units[name].levels)):
         unit, kept, seen, order = units[name], counts[name], observed(name), orders[name]
         if unit.maps:
-            found[name] = _remove_maps(model, unit, kept, seen, order)
+            found[name] = _remove_maps(model, unit, kept, seen)
             continue
         if unit.tokens:
             weight, bias = output_parameters(model.get_submodule(unit.writers[0]))
@@ -109,11 +113,11 @@ def _remove_hidden(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observe
     keep_channels(model, unit, stay)
     for layers, fit in zip(levels, fits, strict=True):
         _write(layers, fit)
-    return Pruned(stay, float(sum(errors)) / len(errors))
+    return Pruned(float(sum(errors)) / len(errors))
 
 
-def _fit(moments: CrossMoments, prior: Tensor) -> Affine:
-    return next(ridge_fits(moments, prior.double(), (FIT_RIDGE,)))
+def _fit(moments: CrossMoments, prior: Tensor, ridge: float = FIT_RIDGE) -> Affine:
+    return next(ridge_fits(moments, prior.double(), (ridge,)))
 
 
 def _write(layers: list[nn.Module], fit: Affine) -> None:
@@ -125,15 +129,16 @@ def _write(layers: list[nn.Module], fit: Affine) -> None:
             layer.bias.copy_(shift)
 
 
-def _remove_maps(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observed, order: Tensor) -> Pruned:
-    """Removes channels of a neck's maps, and fits the layers that read them where their inputs were observed."""
+def _remove_maps(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observed) -> Pruned:
+    """Leaves components of a neck's maps, and fits the layers that read them where their inputs were observed."""
+    # A ridge in the channels: some components vary too little for one of their own.
     targets = {
-        name: with_outputs(part, [model.get_submodule(name)]) for name, part in seen.readers.items() if part.count
+        name: with_outputs(part.with_ridge(FIT_RIDGE), [model.get_submodule(name)])
+        for name, part in seen.readers.items()
+        if part.count
     }
-    stay, error = combine_channels(model, unit, kept, seen.channels[0], order)
+    encoder, error = combine_channels(model, unit, kept, seen.channels[0])
     for name, target in targets.items():
         layer = model.get_submodule(name)
-        combined = input_weight(layer).double()
-        columns = columns_of(stay, combined.shape[1] // kept)
-        _write([layer], _fit(target.select(columns), combined))
-    return Pruned(stay, error)
+        _write([layer], _fit(target.combine(encoder), input_weight(layer), ridge=1e-9))
+    return Pruned(error, encoder)

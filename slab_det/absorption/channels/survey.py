@@ -24,7 +24,7 @@ from slab_det.fusion.channels import ChannelUnit, output_parameters
 from slab_det.measure.cost import count_multiply_adds
 
 # The kinds of layers whose units change the maps that heads read.
-MAP_KINDS = 'FFN', 'attention', 'neck'
+MAP_KINDS = 'FFN', 'attention', 'neck', 'neck.lateral_convs'
 # Most batches that are observed.
 OBSERVED = 64
 
@@ -99,22 +99,23 @@ class Survey:
         """Leaves these numbers of channels in a copy of the teacher, fitted on both halves, and adds to the report.
 
         Returns:
-            The indices of the channels of the maps that stay, by the name of each layer that writes a map.
+            What the channels of the maps now are, combinations of those before, (K, C), by the name of each layer that
+            writes a map.
         """
         first, second = (half.observed for half in self.halves)
         pruned = prune_channels(student, counts, lambda name: first[name].merge(second[name]), self._orders)
         maps = {}
         for name, estimates in self.estimates.items():
             if name in pruned:
-                stay, error = pruned[name]
+                error, encoder = pruned[name]
                 report.channels.append(ChannelAbsorption(name, estimates.unit.count, counts[name], error=error))
-                maps.update(dict.fromkeys(estimates.unit.writers if estimates.unit.maps else (), stay))
+                maps.update(dict.fromkeys(() if encoder is None else estimates.unit.writers, encoder))
         report.channels += [ChannelAbsorption(name, reason=reason) for name, reason in self.alone.items()]
         report.multiply_adds = self.total, self.count(student)
         return maps
 
     @property
-    def _orders(self) -> dict[str, Tensor]:
+    def _orders(self) -> dict[str, Tensor | None]:
         return {name: found.order for name, found in self.estimates.items()}
 
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:

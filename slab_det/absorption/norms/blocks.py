@@ -29,7 +29,8 @@ def absorb_norms(
     Args:
         plan: The norms, the steps and the images.
         student: A copy of the teacher, which may have lost hidden channels; changed in place.
-        maps: The indices of the teacher's channels that a layer of the neck still writes, by the name of the layer.
+        maps: The combinations of the teacher's channels that a layer of the neck now writes, (K, C), by the name of the
+            layer.
         report: What is known of the student; the norms and fits are added.
         work_dir: Folder for finished blocks, from which a later call resumes.
         progress: Show a progress bar.

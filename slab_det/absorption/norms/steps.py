@@ -71,7 +71,7 @@ class StreamStep(Step):
         for batch in pair.batches():
             target = pair.run_teacher(batch, self.target)
             if self.name in pair.maps:
-                target = target[:, pair.maps[self.name]]
+                target = torch.einsum('kc,bchw->bkhw', pair.maps[self.name].to(target), target)
             found = pair.run_student(batch, *probes)
             if isinstance(layer, nn.Conv2d) and found[0].ndim == 4:
                 if target.ndim == 4:
