@@ -51,7 +51,7 @@ class Form:
     @property
     def title(self) -> str:
         """The name of the form in tables."""
-        precision = [self.precision] if self.runtime != 'eager' else []
+        precision = [self.precision] if self.runtime != BASE.runtime else []
         return ', '.join([RUNTIMES[self.runtime].title, *precision, *([self.removed] * bool(self.variant))])
 
     @property
@@ -62,7 +62,7 @@ class Form:
     @property
     def changes(self) -> int:
         """The number of things that differ from the original detector in PyTorch: runtime, precision, removed parts."""
-        return (self.runtime != 'eager') + (self.precision != 'float32') + len(self.variant)
+        return (self.runtime != BASE.runtime) + (self.precision != BASE.precision) + len(self.variant)
 
     @property
     def model(self) -> str:
@@ -88,6 +88,10 @@ class Form:
     def find_missing(self, device: str) -> str:
         """Returns what this machine lacks to run the form on ``device``, or ''."""
         return find_missing(self.runtime, device, self.precision)
+
+
+# The original detector as it is, with which every other form is compared.
+BASE = Form('eager')
 
 
 def list_forms(device: str) -> Iterator[Form]:

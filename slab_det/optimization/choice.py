@@ -9,6 +9,7 @@ import numpy as np
 
 from slab_det.common.record import Record
 from slab_det.compare.ruler import ASSUMED_AP, RetainedAP
+from slab_det.inference.forms import BASE, Form
 from slab_det.measure.timer import compare_times
 from slab_det.optimization.records import Records
 
@@ -65,9 +66,7 @@ class Measured(Record):
 
 def summarize(
     records: Records,
-    key: str,
-    base: str,
-    changes: int,
+    form: Form,
     retained: RetainedAP,
     ap: float = ASSUMED_AP,
     ap_losses: tuple[float, float, float] | None = None,
@@ -76,22 +75,20 @@ def summarize(
 
     Args:
         records: The records.
-        key: The form.
-        base: The form of the original detector.
-        changes: See :class:`Measured`.
+        form: The form.
         retained: The share of the AP that the form retains.
         ap: The AP of the original detector, in [0, 1].
         ap_losses: The measured loss of AP in points, and its range; None where AP was not measured.
     """
-    times = records.times(key, base)
-    _, reference = records.found_by(key, base)
+    key, times = form.key, records.times(form.key, BASE.key)
+    _, reference = records.found_by(key, BASE.key)
     loss, low, high = (100 * value for value in retained.losses(ap))
     return Measured(
         key=key,
-        changes=changes,
+        changes=form.changes,
         rounds=len(times),
         median_ms=float(np.median(records.times(key))),
-        **compare_times(times, records.times(base, key))._asdict(),
+        **compare_times(times, records.times(BASE.key, key))._asdict(),
         retained_ap=retained.value,
         images=len(reference),
         detections=sum(len(found.scores) for found in reference),
@@ -113,14 +110,14 @@ def is_faster(one: Measured, other: Measured) -> bool:
     return one.quartiles[1] < other.quartiles[0]
 
 
-def find_dropped(measured: Mapping[str, Measured], base: str) -> dict[str, str]:
+def find_dropped(measured: Mapping[str, Measured]) -> dict[str, str]:
     """Finds the forms that are slower than a form that loses no more, also at two standard errors.
 
-    From five rounds on the quartiles decide: a form that is dropped by chance is about as fast as another one.
+    From five rounds on the quartiles decide: a form that is dropped by chance is about as fast as another one. The
+    original detector is never dropped.
 
     Args:
         measured: The forms.
-        base: The form of the original detector, which is never dropped.
 
     Returns:
         The key of the fastest such form, by the key of the dropped form.
@@ -134,7 +131,7 @@ def find_dropped(measured: Mapping[str, Measured], base: str) -> dict[str, str]:
             and min(other.rounds, form.rounds) >= SURE_ROUNDS
             and other.loss_range[1] <= max(form.loss, NEGLIGIBLE_LOSS)
         ]
-        if better and key != base:
+        if better and key != BASE.key:
             dropped[key] = min(better, key=lambda other: other.ratio).key
     return dropped
 

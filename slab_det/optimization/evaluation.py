@@ -14,11 +14,11 @@ from torch import nn
 from slab_det.common.errors import DataError
 from slab_det.common.mute import mute_stdout
 from slab_det.compare.ruler import ASSUMED_AP, GROUPS
-from slab_det.inference.forms import Form
+from slab_det.inference.forms import BASE, Form
 from slab_det.measure.evaluate import evaluate_groups
 from slab_det.measure.report_file import describe_dataset, main_column
 from slab_det.optimization.records import Records
-from slab_det.optimization.turns import BASE, Turns
+from slab_det.optimization.turns import Turns
 from slab_det.preflight import check_evaluation
 from slab_det.runtime.registries import enter_scope
 

@@ -22,6 +22,7 @@ from slab_det.common.errors import ComparisonError
 from slab_det.common.record import format_digits
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import retained_ap
+from slab_det.inference.forms import BASE
 from slab_det.measure.figure import COLOURS, INK, WIDTH, styled
 
 NUM_DRAWN = 5
@@ -50,7 +51,7 @@ def loss_figure(content: Mapping) -> Figure:
         content: What optimize.json holds.
     """
     entries = content['forms']
-    base = next(entry for entry in entries if entry['key'] == 'eager')
+    base = next(entry for entry in entries if entry['key'] == BASE.key)
     labels = [_label(number, entry, content['recommended']) for number, entry in enumerate(entries, 1)]
     half = math.ceil(len(labels) / 2)
     lines = max(sum(label.count('\n') + 1 for label in column) for column in (labels[:half], labels[half:]))

@@ -14,6 +14,7 @@ from slab_det.common.record import SCHEMA, Record, format_digits, format_ratio, 
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import FEW_DETECTIONS
 from slab_det.inference.folder import FILE, is_folder, read_folder
+from slab_det.inference.forms import BASE
 from slab_det.measure.report_file import AP_KINDS, format_ap
 from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.optimization.evidence import describe_evidence
@@ -51,7 +52,7 @@ class OptimizationReport(Record):
 
     def verdict(self) -> str:
         """Says which form is recommended, and what it gains and loses, in a few sentences."""
-        best, base = self.recommended, self.entry('eager')
+        best, base = self.recommended, self.entry(BASE.key)
         others = [entry for entry in self.content['forms'] if entry['tie'] and entry is not best]
         unsure = [entry for entry in others if min(entry['rounds'], best['rounds']) < SURE_ROUNDS]
         others = [entry for entry in others if entry not in unsure]
@@ -102,13 +103,13 @@ class OptimizationReport(Record):
 
     def table(self) -> str:
         """The forms as a Markdown table, the fastest first."""
-        entries, base_ms = self.content['forms'], self.entry('eager')['median_ms']
+        entries, base_ms = self.content['forms'], self.entry(BASE.key)['median_ms']
         kinds = [kind for kind in AP_KINDS if any(kind in (entry['ap'] or ()) for entry in entries)]
         titles = ['form', 'ms', 'of the time of eager', 'AP retained', 'expected loss of AP']
         titles += [*(AP_KINDS[kind] for kind in kinds), 'memory', 'first image', 'on disk']
         rows = []
         for entry in entries:
-            is_base = entry['key'] == 'eager'
+            is_base = entry['key'] == BASE.key
             title = f'**{entry["title"]}**' if entry['key'] == self.content['recommended'] else entry['title']
             title += ' *' if entry['tie'] and entry['key'] != self.content['recommended'] else ''
             few = f'{entry["rounds"]} rounds' if entry['rounds'] < SURE_ROUNDS else ''
@@ -125,7 +126,7 @@ class OptimizationReport(Record):
 
     def notes(self) -> list[str]:
         """The conditions of the measurement, and what was not measured."""
-        content, environment, base = self.content, self.content['environment'], self.entry('eager')
+        content, environment, base = self.content, self.content['environment'], self.entry(BASE.key)
         images, versions = content['images'], environment['versions']
         ties = any(entry['tie'] and entry['key'] != content['recommended'] for entry in content['forms'])
         is_short = any(entry['rounds'] < QUARTILE_ROUNDS and not entry['dropped_for'] for entry in content['forms'])
@@ -216,7 +217,7 @@ def draw_pictures(
     from slab_det.measure.figure import save_figure
     from slab_det.optimization.pictures import loss_figure, objects_figure
 
-    titles = dict(zip(('before', 'after'), (report.entry('eager'), report.recommended), strict=True))
+    titles = dict(zip(('before', 'after'), (report.entry(BASE.key), report.recommended), strict=True))
     shown = {f'{which}: {entry["title"]}': found[entry['key']] for which, entry in titles.items()}
     objects = objects_figure(shown, images, report.content['classes'], SCORE)
     figures = {FIGURE: loss_figure(report.content), GRID: objects}

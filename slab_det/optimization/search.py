@@ -23,7 +23,7 @@ from slab_det.compare.detections import as_detections
 from slab_det.compare.ruler import retained_ap
 from slab_det.fusion.folding import check_statistics
 from slab_det.inference.folder import FILE
-from slab_det.inference.forms import CHANNELS, NORMS, Form, list_forms
+from slab_det.inference.forms import BASE, CHANNELS, NORMS, Form, list_forms
 from slab_det.machine import find_device
 from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.evaluation import Evaluation
@@ -32,7 +32,7 @@ from slab_det.optimization.own_files import OwnFiles, check_own
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
 from slab_det.optimization.standing import Standing
-from slab_det.optimization.turns import BASE, LEAST_ROUNDS, Turns
+from slab_det.optimization.turns import LEAST_ROUNDS, Turns
 from slab_det.optimization.variants import Variants
 
 # Rounds after which forms are dropped, and rounds of each form that is left.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from slab_det.compare.ruler import RetainedAP, retained_ap
-from slab_det.inference.forms import Form
+from slab_det.inference.forms import BASE, Form
 from slab_det.optimization.choice import Measured, choose, find_dropped, summarize
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.records import TRUTH, Records
-from slab_det.optimization.turns import BASE, LEAST_ROUNDS, Turns
+from slab_det.optimization.turns import LEAST_ROUNDS, Turns
 
 
 class Standing:
@@ -41,7 +41,7 @@ class Standing:
 
     def dropped(self) -> dict[str, str]:
         """The forms that lose to another one, and that one, by their keys."""
-        return find_dropped({key: self.summarize(form) for key, form in self.forms.items()}, BASE.key)
+        return find_dropped({key: self.summarize(form) for key, form in self.forms.items()})
 
     def summarize(self, form: Form) -> Measured:
         """What was measured of a form; the share of the AP is estimated again only after a further image."""
@@ -49,7 +49,7 @@ class Standing:
         if self._retained.get(key, (None,))[0] != images:
             self._retained[key] = images, retained_ap(*self.records.found_by(TRUTH, BASE.key, key))
         ap, losses = self.evaluation.ap, self.evaluation.losses(key)
-        return summarize(self.records, key, BASE.key, form.changes, self._retained[key][1], ap, losses)
+        return summarize(self.records, form, self._retained[key][1], ap, losses)
 
     def is_left(self, form: Form) -> bool:
         """Whether a form may still be chosen."""

@@ -13,7 +13,7 @@ from slab_det.common.errors import describe_reason
 from slab_det.common.memory import memory_growth
 from slab_det.common.progress import Progress
 from slab_det.compare.detections import Detections, as_detections, detect
-from slab_det.inference.forms import Form
+from slab_det.inference.forms import BASE, Form
 from slab_det.inference.serving import ServedDetector, load_detector
 from slab_det.measure.timer import PAUSE_SECONDS, take_turns, time_call
 from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS
@@ -30,7 +30,6 @@ LEAST_ROUNDS = SURE_ROUNDS
 LOOK_SECONDS = 5
 # Seconds in which forms get the rounds from which on quartiles are compared, when they are first measured.
 ROUND_SECONDS = 5
-BASE = Form('eager')
 
 
 class Turns:

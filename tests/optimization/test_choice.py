@@ -83,7 +83,7 @@ def test_the_chosen_form(forms, chosen, ties):
 def test_a_form_with_few_rounds_is_called_faster_later(rounds, ratio, chosen):
     forms = measured(form('fast', ratio, 1, rounds=rounds))
     assert choose(forms, MAX_LOSS) == (chosen, ['fast'] if chosen == 'fast' else ['eager', 'fast'])
-    assert ('eager' in find_dropped({**forms, 'slow': form('slow', 1.0, 1)}, 'fast')) == (rounds >= 5)
+    assert ('slow' in find_dropped({**forms, 'slow': form('slow', 1.0, 1)})) == (rounds >= 5)
 
 
 def test_a_loss_of_zero_leaves_the_original_detector():
@@ -98,12 +98,12 @@ def test_a_form_that_is_slower_than_one_that_loses_no_more_is_dropped():
         form('slow but better', 0.6, 2, 0.1),
         form('slower', 0.7, 2, 0.3),
     )
-    assert find_dropped(forms, 'eager') == {'slow': 'fast', 'slower': 'fast'}
+    assert find_dropped(forms) == {'slow': 'fast', 'slower': 'fast'}
 
 
 def test_the_original_detector_and_forms_that_may_lose_less_are_not_dropped():
-    assert find_dropped(measured(form('fast', 0.5, 1)), 'eager') == {}
-    assert find_dropped(measured(form('unsure', 0.5, 1, 0.01, sure=False), form('slow', 0.7, 1)), 'eager') == {}
+    assert find_dropped(measured(form('fast', 0.5, 1))) == {}
+    assert find_dropped(measured(form('unsure', 0.5, 1, 0.01, sure=False), form('slow', 0.7, 1))) == {}
     # Losses that nobody can measure do not keep a slow form.
     forms = measured(form('fast', 0.5, 1, 0.04), form('slow', 0.7, 1, 0.01))
-    assert find_dropped(forms, 'eager') == {'slow': 'fast'}
+    assert find_dropped(forms) == {'slow': 'fast'}

@@ -28,6 +28,7 @@ from slab_det.compare.detections import as_detections
 from slab_det.data import SyntheticShapes, generate
 from slab_det.inference import ServedDetector, forms
 from slab_det.inference.folder import FILE, find_stored
+from slab_det.inference.forms import BASE
 from slab_det.machine import MACHINE
 from slab_det.optimization import choice, standing, turns
 from slab_det.optimization import images as images_module
@@ -35,7 +36,6 @@ from slab_det.optimization import search as module
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.own_files import MARKER, OwnFiles
 from slab_det.optimization.records import ROUNDS_FILE, STATE_FILE
-from slab_det.optimization.turns import BASE
 
 FORK = multiprocessing.get_context('fork')
 BACKBONE = dict(norm_cfg=dict(type='LN'), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
@@ -193,8 +193,9 @@ def two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_form_that_comes_back_gets_the_rounds_of_the_others(
     files: Path, tmp_path: Path, two_forms: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drop_at_first(measured: dict[str, choice.Measured], base: str) -> dict[str, str]:
-        return {'deployed': base} if 'deployed' in measured and measured[base].rounds < module.ROUNDS else {}
+    def drop_at_first(measured: dict[str, choice.Measured]) -> dict[str, str]:
+        is_early = 'deployed' in measured and measured[BASE.key].rounds < module.ROUNDS
+        return {'deployed': BASE.key} if is_early else {}
 
     # More than the original detector has when the deployed one was measured first.
     monkeypatch.setattr(module, 'ROUNDS', 6)

@@ -11,11 +11,11 @@ from mmengine.structures import InstanceData
 from torch import empty
 
 from slab_det.compare.detections import as_detections
-from slab_det.inference.forms import Form
+from slab_det.inference.forms import BASE, Form
 from slab_det.optimization import turns as module
 from slab_det.optimization.choice import QUARTILE_ROUNDS
 from slab_det.optimization.records import TRUTH, Records
-from slab_det.optimization.turns import BASE, LOOK_SECONDS, Turns
+from slab_det.optimization.turns import LOOK_SECONDS, Turns
 
 OTHER, IMAGES = Form('torch'), 20
 NOTHING = DetDataSample(pred_instances=InstanceData(bboxes=empty(0, 4), scores=empty(0), labels=empty(0).long()))
