@@ -18,7 +18,8 @@ NEGLIGIBLE_LOSS = 0.05
 # Of two forms of equal speed, the quartiles of one lie below the other's in 2 of 100 trials with this many rounds, and
 # in 10 with half as many; with fewer rounds the whole ranges are compared.
 QUARTILE_ROUNDS = 10
-# Fewest rounds after which a form is called faster: the ranges of two equal forms lie apart in 4 of 1,000 trials.
+# Rounds that each form gets at first. With fewer, no form is called faster and none is dropped; with this many, the
+# ranges of two equally fast forms lie apart in 4 of 1,000 trials.
 SURE_ROUNDS = 5
 
 

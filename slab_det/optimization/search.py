@@ -32,11 +32,11 @@ from slab_det.optimization.own_files import OwnFiles, check_own
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
 from slab_det.optimization.standing import Standing
-from slab_det.optimization.turns import LEAST_ROUNDS, Turns
+from slab_det.optimization.turns import Turns
 from slab_det.optimization.variants import Variants
 
-# Rounds after which forms are dropped, and rounds of each form that is left.
-FIRST_ROUNDS, ROUNDS = SURE_ROUNDS, 30
+# Rounds of each form that is not dropped.
+ROUNDS = 30
 # Number of forms of the original detector, the fastest ones, in which absorbed detectors are measured.
 ENGINES = 2
 WORK = 'work'
@@ -173,16 +173,16 @@ class _Search:
             start = time.monotonic()
             self.evaluation.measure_base(self.detector)
             turns.deadline += time.monotonic() - start
-        self.measure([BASE], LEAST_ROUNDS, 'The original detector as it is')
+        self.measure([BASE], SURE_ROUNDS, 'The original detector as it is')
         originals = [*list_forms(turns.device)]
         # In parts, so that a long export takes no time from forms that need none.
         for effort in (0, 1):
-            self.measure([form for form in originals if form.effort == effort], FIRST_ROUNDS, 'The original detector')
+            self.measure([form for form in originals if form.effort == effort], SURE_ROUNDS, 'The original detector')
         # Fewer channels gain most: they come before int8, whose calibration is long.
         names = [*CHANNELS]
         middle = len(names) // 2
         self._try_variant(self._choose_engines()[:1], (names[middle],))
-        self.measure([form for form in originals if form.effort == 2], FIRST_ROUNDS, 'The original detector in int8')
+        self.measure([form for form in originals if form.effort == 2], SURE_ROUNDS, 'The original detector in int8')
         self._try_variants(names, middle)
         rounds = max(ROUNDS, len(turns.order))
         # A form that was dropped for another one comes back where further rounds do not bear that out.
@@ -268,7 +268,7 @@ class _Search:
     def _try_variant(self, engines: Sequence[Form], variant: tuple[str, ...]) -> bool | None:
         """Measures an absorbed detector in some forms; returns whether it may lose so much, None if not measured."""
         forms = [Form(engine.runtime, engine.precision, variant) for engine in engines]
-        self.measure(forms, FIRST_ROUNDS, forms[0].removed)
+        self.measure(forms, SURE_ROUNDS, forms[0].removed)
         # Also dropped forms: they are slow, but show what the variant finds.
         found = [self.standing.summarize(form) for form in forms if form.key in self.standing.forms]
         return any(form.loss <= self.max_loss for form in found) if found else None

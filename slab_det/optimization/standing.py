@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from slab_det.compare.ruler import RetainedAP, retained_ap
 from slab_det.inference.forms import BASE, Form
-from slab_det.optimization.choice import Measured, choose, find_dropped, summarize
+from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.records import TRUTH, Records
-from slab_det.optimization.turns import LEAST_ROUNDS, Turns
+from slab_det.optimization.turns import Turns
 
 
 class Standing:
@@ -31,7 +31,7 @@ class Standing:
         return {
             key: Form.from_dict(info)
             for key, info in self.turns.infos.items()
-            if key not in self.turns.failed and self.records.count(key) >= LEAST_ROUNDS
+            if key not in self.turns.failed and self.records.count(key) >= SURE_ROUNDS
         }
 
     def measured(self) -> dict[str, Measured]:

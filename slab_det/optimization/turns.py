@@ -21,8 +21,6 @@ from slab_det.optimization.images import SplitImages
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.variants import FileStep, Variants
 
-# Fewest rounds of a form: with fewer, it is not called faster.
-LEAST_ROUNDS = SURE_ROUNDS
 # Seconds in which a form, when it is first measured, may predict held-out images without being timed. What a form loses
 # rests on its detections, and five rounds show five images: in the quick start, the ranges of the expected losses were
 # 8 to 23 points wide with 5 images, and are 2 to 5 with 40. A detector that takes 50 ms predicts the 40 images of the
@@ -88,7 +86,7 @@ class Turns:
         # A call that goes on begins with what the last one had no time for.
         forms = [BASE, *sorted(forms, key=lambda form: records.count(form.key))]
         forms = [form for form in forms if records.count(form.key) < rounds]
-        if not forms or (self.is_late() and records.count(BASE.key) >= LEAST_ROUNDS):
+        if not forms or (self.is_late() and records.count(BASE.key) >= SURE_ROUNDS):
             return
         self.load([BASE, *forms])
         keys = [form.key for form in dict.fromkeys([BASE, *forms]) if form.key in self.served]
@@ -97,7 +95,7 @@ class Turns:
         done = 0
         for _ in Progress(range(needed), 'Measuring', disable=not self.progress):
             # What was loaded in time is measured: making it takes longer.
-            if self.is_late() and all(records.count(key) >= LEAST_ROUNDS for key in keys):
+            if self.is_late() and all(records.count(key) >= SURE_ROUNDS for key in keys):
                 break
             self._run_round(keys)
             done += 1

@@ -46,16 +46,15 @@ ORIGINALS = {'eager', 'deployed', 'onnxruntime', 'onnxruntime-int8', 'openvino',
 def _few_rounds_without_bfloat16() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         pretend_machine('avx2', patch)
-        for name, value in dict(FIRST_ROUNDS=2, LEAST_ROUNDS=2, ROUNDS=3, ENGINES=1).items():
+        for name, value in dict(ROUNDS=3, ENGINES=1).items():
             patch.setattr(module, name, value)
         patch.setattr(images_module, 'MOST_FITTED', 5)
         # A tenth of the time; of the memory of forms the tests need nothing exact.
         patch.setattr(memory, 'gc', SimpleNamespace(collect=lambda: 0))
-        for user in (turns, standing):
-            patch.setattr(user, 'LEAST_ROUNDS', 2)
+        for user in (module, turns, standing, choice):
+            patch.setattr(user, 'SURE_ROUNDS', 2)
         patch.setattr(turns, 'QUARTILE_ROUNDS', 2)
         patch.setattr(turns, 'PAUSE_SECONDS', 0)
-        patch.setattr(choice, 'SURE_ROUNDS', 2)
         patch.setattr(choice, 'QUARTILE_ROUNDS', 2)
         patch.setattr(module, 'CHANNELS', dict(channels75=forms.CHANNELS['channels75']))
         yield

@@ -13,7 +13,7 @@ from torch import empty
 from slab_det.compare.detections import as_detections
 from slab_det.inference.forms import BASE, Form
 from slab_det.optimization import turns as module
-from slab_det.optimization.choice import QUARTILE_ROUNDS
+from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.turns import LOOK_SECONDS, Turns
 
@@ -81,7 +81,7 @@ def test_nothing_is_looked_at_after_the_deadline(tmp_path: Path, monkeypatch: py
     clock = Clock(monkeypatch, tmp_path, 0.02, deadline=0.1)
     clock.turns.run([OTHER], 5)
     # What was loaded in time gets its rounds.
-    assert clock.seen(OTHER) == clock.turns.records.count(OTHER.key) + 2 == module.LEAST_ROUNDS + 2
+    assert clock.seen(OTHER) == clock.turns.records.count(OTHER.key) + 2 == SURE_ROUNDS + 2
 
 
 def test_a_form_that_fails_while_it_looks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
