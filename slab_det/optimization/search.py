@@ -12,6 +12,7 @@ import torch
 from mmengine.config import Config
 from torch import nn
 
+from slab_det.absorption.digest import add_weights
 from slab_det.checkpoints import build_detector
 from slab_det.common.config import open_config
 from slab_det.common.errors import ComparisonError, DataError, SlabDetError
@@ -146,9 +147,11 @@ class _Search:
         self.detector, self.images, self.max_loss = detector, images, max_loss
         self.files, threads = OwnFiles(out), torch.get_num_threads()
         self.environment = describe_environment(device)
+        weights = hashlib.sha256()
+        add_weights(weights, detector)
         self.key = dict(
             config=hashlib.sha256(cfg.pretty_text.encode()).hexdigest(),
-            checkpoint=_digest_weights(detector),
+            checkpoint=weights.hexdigest(),
             images=images.digest(),
             versions=self.environment['versions'],
             device=self.environment['device'],
@@ -299,11 +302,3 @@ class _Search:
             found = {key: self.records.found[key] for key in (BASE.key, chosen)}
             draw_pictures(self.files, report, self.images.names, found)
         return report
-
-
-def _digest_weights(detector: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in detector.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
