@@ -10,7 +10,7 @@ from slab_det.common.record import read_record
 from slab_det.inference.forms import Form
 from slab_det.machine import MACHINE
 
-FILE = 'optimize.json'
+OPTIMIZE_JSON = 'optimize.json'
 
 
 class Stored(NamedTuple):
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 def is_folder(path: object) -> bool:
     """Whether ``path`` is a folder that :func:`slab_det.optimize` wrote."""
-    return isinstance(path, str | Path) and (Path(path) / FILE).is_file()
+    return isinstance(path, str | Path) and (Path(path) / OPTIMIZE_JSON).is_file()
 
 
 def read_folder(folder: str | Path) -> dict:
@@ -42,10 +42,10 @@ def read_folder(folder: str | Path) -> dict:
     Raises:
         DeploymentError: If it is missing or of another version.
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / OPTIMIZE_JSON
     if not path.is_file():
         raise DeploymentError(
-            f'{folder} is no folder of slab-det optimize: it holds no {FILE}; give a config and a checkpoint'
+            f'{folder} is no folder of slab-det optimize: it holds no {OPTIMIZE_JSON}; give a config and a checkpoint'
         )
     try:
         return read_record(path)

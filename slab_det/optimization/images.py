@@ -73,8 +73,8 @@ class SplitImages:
         images.test_mode = True
         return images
 
-    def find_sizes(self) -> str:
-        """The sizes of the held-out images after the test pipeline, in words."""
+    def describe_sizes(self) -> str:
+        """Says which sizes the held-out images have after the test pipeline."""
         sizes = sorted({*self.shapes.values()}, key=lambda size: size[0] * size[1])
         low, high = ('x'.join(map(str, size)) for size in (sizes[0], sizes[-1]))
         return low if low == high else f'{low} to {high}'

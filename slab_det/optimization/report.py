@@ -13,14 +13,14 @@ from slab_det.common.errors import DeploymentError
 from slab_det.common.record import SCHEMA, Record, format_digits, format_ratio, format_table, to_json
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import FEW_DETECTIONS
-from slab_det.inference.folder import FILE, is_folder, read_folder
+from slab_det.inference.folder import OPTIMIZE_JSON, is_folder, read_folder
 from slab_det.inference.forms import BASE
 from slab_det.measure.report_file import AP_KINDS, format_ap
 from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.optimization.evidence import describe_evidence
 from slab_det.optimization.own_files import OwnFiles
 
-SHORT = (
+FEW_ROUNDS_NOTE = (
     f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '
     f"other form's fastest; with fewer than {SURE_ROUNDS}, never."
 )
@@ -141,7 +141,7 @@ class OptimizationReport(Record):
             f'finds in {base["images"]} mirrored held-out images as the truth. Expected loss: in points, '
             f'{_describe_ap(content["ap"], base)}; in brackets at two standard errors. '
             f'{describe_evidence(content["max_loss"])}',
-            *[SHORT] * is_short,
+            *[FEW_ROUNDS_NOTE] * is_short,
             'Memory: largest growth while the form was loaded and ran its first image. First image: with loading.',
         ]
         # Several forms may lack the same.
@@ -189,7 +189,7 @@ def write_folder(files: OwnFiles, content: dict, forms: Mapping[str, tuple[Path,
     """
     if is_folder(files.folder) and _read_key(files.folder) != content['key']:
         # Files of another detector may have the same names.
-        (files.folder / FILE).unlink()
+        (files.folder / OPTIMIZE_JSON).unlink()
     for path in {path for paths in forms.values() for path in paths}:
         files.copy(path)
     for entry in content['forms']:
@@ -197,8 +197,8 @@ def write_folder(files: OwnFiles, content: dict, forms: Mapping[str, tuple[Path,
         entry['loss'] = entry['expected_loss'] if entry['ap_loss'] is None else entry['ap_loss']
     report = OptimizationReport(files.folder, content | dict(schema=SCHEMA))
     _write_text(files, README, _readme(report, has_pictures=False))
-    _write_text(files, FILE, to_json(report.content))
-    files.remove_others({README, FILE, *(name for entry in content['forms'] for name in entry['files'])})
+    _write_text(files, OPTIMIZE_JSON, to_json(report.content))
+    files.remove_others({README, OPTIMIZE_JSON, *(name for entry in content['forms'] for name in entry['files'])})
     return report
 
 
@@ -260,7 +260,7 @@ print(sample.pred_instances.bboxes, [detector.classes[i] for i in sample.pred_in
 
 {notes}
 {pictures if has_pictures else ''}
-`{FILE}` holds these numbers. `work/` is what the command goes on from; nothing else needs it.
+`{OPTIMIZE_JSON}` holds these numbers. `work/` is what the command goes on from; nothing else needs it.
 """
 
 

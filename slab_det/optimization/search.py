@@ -23,7 +23,7 @@ from slab_det.common.record import describe_environment
 from slab_det.compare.detections import as_detections
 from slab_det.compare.ruler import retained_ap
 from slab_det.fusion.folding import check_statistics
-from slab_det.inference.folder import FILE
+from slab_det.inference.folder import OPTIMIZE_JSON
 from slab_det.inference.forms import BASE, CHANNELS, NORMS, Form, list_forms
 from slab_det.machine import find_device
 from slab_det.optimization.choice import SURE_ROUNDS
@@ -105,7 +105,7 @@ def optimize(
     check_threads(threads)
     check_own(out)
     try:
-        check_writable(out / FILE)
+        check_writable(out / OPTIMIZE_JSON)
     except OSError as error:
         # The user gave the folder.
         error.filename = str(out)
@@ -289,7 +289,9 @@ class _Search:
             forms=self.standing.entries(),
             failed=turns.failed,
             not_measured=missing,
-            images=dict(held_out=len(turns.order), fitted=len(self.variants.images), sizes=self.images.find_sizes()),
+            images=dict(
+                held_out=len(turns.order), fitted=len(self.variants.images), sizes=self.images.describe_sizes()
+            ),
             environment=self.environment,
             classes=[*((self.detector.dataset_meta or {}).get('classes') or ())],
             key=self.key,

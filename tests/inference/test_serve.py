@@ -50,7 +50,7 @@ from slab_det.export import check_parity, export_onnx, in_onnxruntime, load_runt
 from slab_det.export.settings import detector_settings, follow_config
 from slab_det.fusion import FusionError, save_fused
 from slab_det.inference import ImageListError, ServedDetector
-from slab_det.inference.folder import FILE
+from slab_det.inference.folder import OPTIMIZE_JSON
 from slab_det.machine import MACHINE
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
@@ -350,7 +350,9 @@ def write_folder(folder: Path, files: tuple[Path, Path, Path], runtime: str = 't
     for file in (files[0], weights):
         shutil.copy(file, folder)
     form = dict(key='chosen', runtime=runtime, precision='float32', variant=[], files=[files[0].name, weights.name])
-    write_record(folder / FILE, dict(recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5))
+    write_record(
+        folder / OPTIMIZE_JSON, dict(recommended='chosen', forms=[form], device='cpu', threads=2, max_loss=0.5)
+    )
 
 
 @pytest.mark.parametrize('runtime', ['torch', 'onnxruntime'])

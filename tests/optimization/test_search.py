@@ -27,7 +27,7 @@ from slab_det.common.files import locked
 from slab_det.compare.detections import as_detections
 from slab_det.data import SyntheticShapes, generate
 from slab_det.inference import ServedDetector, forms
-from slab_det.inference.folder import FILE, find_stored
+from slab_det.inference.folder import OPTIMIZE_JSON, find_stored
 from slab_det.inference.forms import BASE
 from slab_det.machine import MACHINE
 from slab_det.optimization import choice, standing, turns
@@ -120,11 +120,11 @@ def rounds(folder: Path) -> Path:
 
 
 def entries(folder: Path) -> dict[str, dict]:
-    return {entry['key']: entry for entry in json.loads((folder / FILE).read_text())['forms']}
+    return {entry['key']: entry for entry in json.loads((folder / OPTIMIZE_JSON).read_text())['forms']}
 
 
 def test_every_form_is_measured_and_the_folder_is_complete(optimized: Path) -> None:
-    content = json.loads((optimized / FILE).read_text())
+    content = json.loads((optimized / OPTIMIZE_JSON).read_text())
     found = entries(optimized)
     assert {*content['failed']} == {'deployed-bfloat16', 'openvino-bfloat16'} and not content['not_measured']
     assert found.keys() > ORIGINALS
@@ -143,7 +143,7 @@ def test_every_form_is_measured_and_the_folder_is_complete(optimized: Path) -> N
     assert found['eager']['ratio'] == 1 and found['eager']['expected_loss'] == 0
     names = {path.name for path in optimized.iterdir()}
     kept = {name for entry in found.values() for name in entry['files']}
-    assert names == kept | {FILE, 'README.md', 'ap_ms.svg', 'objects.png', 'work', MARKER}
+    assert names == kept | {OPTIMIZE_JSON, 'README.md', 'ap_ms.svg', 'objects.png', 'work', MARKER}
     assert 'original_config.py' in kept and 'original.pth' in kept
     readme = (optimized / 'README.md').read_text()
     assert all(entry['title'] in readme for entry in found.values())
@@ -348,11 +348,11 @@ def test_a_machine_that_lacks_what_the_form_needs_is_refused(
         ), refused.value
         form = re.search(r"form='([\w-]+)' \(", str(refused.value))[1]
         assert len(slab_det.load_detector(folder, form=form)(np.full((80, 96, 3), 90, np.uint8)).pred_instances) >= 0
-    content = json.loads((folder / FILE).read_text())
-    (folder / FILE).write_text(json.dumps(content | dict(device='cuda')))
+    content = json.loads((folder / OPTIMIZE_JSON).read_text())
+    (folder / OPTIMIZE_JSON).write_text(json.dumps(content | dict(device='cuda')))
     with pytest.raises(DeploymentError, match='no form of the folder runs here: run slab-det optimize on this machine'):
         slab_det.load_detector(folder, form='deployed')
-    (folder / FILE).write_text(json.dumps(content))
+    (folder / OPTIMIZE_JSON).write_text(json.dumps(content))
     (folder / 'original.onnx').rename(folder / 'elsewhere')
     with pytest.raises(DeploymentError, match='needs the file original.onnx, which is not there; load_detector'):
         slab_det.load_detector(folder)
@@ -369,11 +369,11 @@ def test_options_of_a_folder(chosen: Callable[[str], Path], tmp_path: Path) -> N
             slab_det.load_detector(folder, **options)
     with pytest.raises(DeploymentError, match="no files of a form 'other'; its forms are .*onnxruntime"):
         slab_det.load_detector(folder, form='other')
-    with pytest.raises(DeploymentError, match=f'holds no {FILE}'):
+    with pytest.raises(DeploymentError, match=f'holds no {OPTIMIZE_JSON}'):
         slab_det.load_detector(folder.parent)
     with pytest.raises(ConfigError, match='lacks weights'):
         slab_det.load_detector(folder / 'original_config.py')
-    (tmp_path / FILE).write_text('{}')
+    (tmp_path / OPTIMIZE_JSON).write_text('{}')
     with pytest.raises(DeploymentError, match='run it again'):
         slab_det.load_detector(tmp_path)
 
@@ -382,8 +382,8 @@ def test_threads_of_a_folder_are_those_that_the_machine_has(
     chosen: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = chosen('onnxruntime')
-    content = json.loads((folder / FILE).read_text())
-    (folder / FILE).write_text(json.dumps(content | dict(threads=8)))
+    content = json.loads((folder / OPTIMIZE_JSON).read_text())
+    (folder / OPTIMIZE_JSON).write_text(json.dumps(content | dict(threads=8)))
     monkeypatch.setattr(MACHINE, 'processors', 2)
     image = np.full((80, 96, 3), 90, np.uint8)
     assert find_stored(folder).threads == 2 and slab_det.load_detector(folder)(image) is not None
@@ -397,7 +397,7 @@ def test_threads_of_a_folder_are_those_that_the_machine_has(
     assert torch.get_num_threads() == 1
     with pytest.raises(SlabDetError, match='threads=3: give a whole number from 1 to 2'):
         slab_det.load_detector(folder, form='eager', threads=3)
-    (folder / FILE).write_text(json.dumps(content))
+    (folder / OPTIMIZE_JSON).write_text(json.dumps(content))
 
 
 def test_what_a_user_may_do_wrong(files: Path, tmp_path: Path, optimized: Path) -> None:
@@ -551,7 +551,7 @@ def test_the_commands(files: Path, optimized: Path, tmp_path: Path, call: Callab
     assert 'the original detector has an AP of 0 on the validation images' in message
     label_with_detections(files, slab_det.load_detector(optimized, form='eager'))
     printed = call('optimize.py', files / 'small.py', files / 'small.pth', *options, '--eval').out
-    content = json.loads(Path('out', FILE).read_text())
+    content = json.loads(Path('out', OPTIMIZE_JSON).read_text())
     key = content['recommended']
     best = entries(Path('out'))[key]
     assert best['title'] in printed and 'box AP' in printed and "load_detector('out')" in printed
