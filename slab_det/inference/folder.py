@@ -69,8 +69,8 @@ def find_stored(folder: str | Path, key: str | None = None) -> Stored:
     key = key or content['recommended']
     if key not in entries:
         raise DeploymentError(f'{folder} has no files of a form {key!r}; its forms are {", ".join(entries)}')
-    missing = _find_missing(folder, entries[key], content['device'])
-    if not missing:
+    unmet = _find_unmet(folder, entries[key], content['device'])
+    if not unmet:
         entry = entries[key]
         config, weights = (folder / name for name in entry['files'])
         threads = min(content['threads'], MACHINE.processors)
@@ -78,26 +78,26 @@ def find_stored(folder: str | Path, key: str | None = None) -> Stored:
     runs = [
         f'form={other!r} ({entry["ratio"]:.2f} of the time of the original detector where it was measured)'
         for other, entry in sorted(entries.items(), key=lambda item: item[1]['ratio'])
-        if other != key and entry['loss'] <= content['max_loss'] and not _find_missing(folder, entry, content['device'])
+        if other != key and entry['loss'] <= content['max_loss'] and not _find_unmet(folder, entry, content['device'])
     ]
     advice = f'load_detector({str(folder)!r}, form=...) runs here with ' + ' or '.join(runs[:3])
     raise DeploymentError(
-        f'{folder}: the form {key} needs {missing}; '
+        f'{folder}: the form {key} needs {unmet}; '
         + (advice if runs else 'no form of the folder runs here: run slab-det optimize on this machine')
     )
 
 
-def _find_missing(folder: Path, entry: dict, device: str) -> str:
-    """What the folder or this machine lacks for a form, or ''."""
+def _find_unmet(folder: Path, entry: dict, device: str) -> str:
+    """Returns what a form needs that the folder or this machine lacks, or ''."""
     absent = [name for name in entry['files'] if not (folder / name).is_file()]
     form = Form.from_dict(entry)
     if absent:
         return f'the file {", ".join(absent)}, which is not there'
-    missing = form.find_missing(device)
-    if not missing and entry.get('weight_bits') == 8:
+    unmet = form.find_missing(device)
+    if not unmet and entry.get('weight_bits') == 8:
         # The import takes half a second, which PyTorch's forms do not need.
         from slab_det.export.int8_sums import cuts_off_int8_sums
 
         if cuts_off_int8_sums(form.runtime):
             return f'a CPU with VNNI instructions: {form.runtime} cuts off its sums of int8 products on this one'
-    return missing
+    return unmet

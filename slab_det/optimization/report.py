@@ -184,7 +184,7 @@ def write_folder(files: OwnFiles, content: dict, forms: Mapping[str, tuple[Path,
 
     Args:
         files: The files of the folder.
-        content: What optimize.json will hold, but for ``files`` and ``loss`` of each form.
+        content: What optimize.json will hold, but for ``files`` of each form.
         forms: Config and weights of the forms to publish, anywhere.
     """
     if is_folder(files.folder) and _read_key(files.folder) != content['key']:
@@ -194,7 +194,6 @@ def write_folder(files: OwnFiles, content: dict, forms: Mapping[str, tuple[Path,
         files.copy(path)
     for entry in content['forms']:
         entry['files'] = [path.name for path in forms.get(entry['key'], ())]
-        entry['loss'] = entry['expected_loss'] if entry['ap_loss'] is None else entry['ap_loss']
     report = OptimizationReport(files.folder, content | dict(schema=SCHEMA))
     _write_text(files, README, _readme(report, has_pictures=False))
     _write_text(files, OPTIMIZE_JSON, to_json(report.content))

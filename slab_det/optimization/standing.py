@@ -64,7 +64,9 @@ class Standing:
         """The entry of optimize.json for each form, the fastest first."""
         dropped, ties, entries = self.dropped(), self.choose()[1], []
         for key, form in self.forms.items():
-            entry = dict(key=key, title=form.title) | self.turns.infos[key] | self.summarize(form).to_dict()
-            entry |= dict(ap=self.evaluation.found.get(key), dropped_for=dropped.get(key, ''), tie=key in ties)
+            measured = self.summarize(form)
+            entry = dict(key=key, title=form.title) | self.turns.infos[key] | measured.to_dict()
+            entry |= dict(loss=measured.loss, ap=self.evaluation.found.get(key))
+            entry |= dict(dropped_for=dropped.get(key, ''), tie=key in ties)
             entries.append(entry)
         return sorted(entries, key=lambda entry: entry['ratio'])
