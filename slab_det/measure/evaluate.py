@@ -29,17 +29,17 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
 
 @torch.no_grad()
 def evaluate_groups(model: nn.Module, cfg: Config, groups: int) -> tuple[dict, list[dict]]:
-    """Evaluates a detector as :func:`evaluate` does, and also without each of some groups of the images.
+    """Evaluates a detector as :func:`evaluate` does, and also with each of some groups of the images left out.
 
-    The AP without one group and another show how far the choice of images may move AP.
+    The spread of the APs with one group left out shows how far the choice of images moves AP (jackknife).
 
     Args:
         model, cfg: See :func:`evaluate`.
         groups: Number of groups, every ``groups``-th image in one; at most the number of images.
 
     Returns:
-        What :func:`evaluate` returns, and the same without each group, of CocoMetrics alone. A kind of AP is missing
-        where nothing was found. There are no groups of a single image.
+        What :func:`evaluate` returns, and the same with each group left out, of CocoMetrics alone. A kind of AP is
+        missing where nothing was found. A single image makes no groups.
     """
     enter_scope(cfg)
     loader = Runner.build_dataloader(cfg.val_dataloader)

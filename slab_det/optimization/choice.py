@@ -15,8 +15,8 @@ from slab_det.optimization.records import Records
 
 # Losses of AP up to this one, in points, count as none when forms are compared with each other.
 NEGLIGIBLE_LOSS = 0.05
-# Of two forms of equal speed, the quartiles of one lie below the other's in 2 of 100 trials with this many rounds, and
-# in 10 with half as many; with fewer rounds the whole ranges are compared.
+# Rounds from which on quartiles are compared. Of two equally fast forms, they call one faster in 2 of 100 trials; after
+# half as many rounds they would in 10. With fewer rounds whole ranges are compared.
 QUARTILE_ROUNDS = 10
 # Rounds that each form gets at first. With fewer, no form is called faster and none is dropped; with this many, the
 # ranges of two equally fast forms lie apart in 4 of 1,000 trials.

@@ -33,7 +33,7 @@ class Evaluation:
 
     Attributes:
         found: What was measured of each form, by its key: see :func:`slab_det.measure.evaluate.evaluate`.
-        parts: The AP of each form without each of some groups of images, by its key and by the kind of AP.
+        parts: For the jackknife: the AP with one group of images left out, for each group; by form and by kind of AP.
     """
 
     def __init__(self, cfg: Config, records: Records, turns: Turns) -> None:

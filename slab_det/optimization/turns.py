@@ -21,10 +21,10 @@ from slab_det.optimization.images import SplitImages
 from slab_det.optimization.records import TRUTH, Records
 from slab_det.optimization.variants import FileStep, Variants
 
-# Seconds in which a form, when it is first measured, may predict held-out images without being timed. What a form loses
-# rests on its detections, and five rounds show five images: in the quick start, the ranges of the expected losses were
-# 8 to 23 points wide with 5 images, and are 2 to 5 with 40. A detector that takes 50 ms predicts the 40 images of the
-# default in 2 s. One that takes 3 s sees one or two more here: rounds, which it needs, show it images too.
+# Seconds in which a form, when it is first measured, may predict held-out images without being timed. The expected loss
+# is estimated from detections, and the first rounds show five images. In the quick start, its range is 8 to 23 points
+# wide after 5 images, and 2 to 5 after 40. A detector of 50 ms predicts the 40 images of the default in 2 s. A detector
+# of 3 s predicts one or two images in these seconds; its rounds, which it needs anyway, show further images.
 LOOK_SECONDS = 5
 # Seconds in which forms get the rounds from which on quartiles are compared, when they are first measured.
 ROUND_SECONDS = 5
