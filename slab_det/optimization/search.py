@@ -95,8 +95,8 @@ def optimize(
         ConfigError, CheckpointError: If the detector cannot be built or loaded.
         DataError: If the folder holds fewer than six readable images, the detector finds nothing in the held-out
             images that it finds again when they are mirrored, or its measured AP is 0.
-        SlabDetError: If ``out`` holds files that no call wrote, another program works there, or an argument is out of
-            range.
+        SlabDetError: If ``out`` holds files that no call wrote, another program works there, an argument is out of
+            range, or no form runs on ``device``.
         OSError: If a file cannot be written. The same call goes on afterwards.
     """
     start, out = time.monotonic(), Path(out)
@@ -111,6 +111,8 @@ def optimize(
         error.filename = str(out)
         raise
     device = find_device(device).type
+    if not any(list_forms(device)):
+        raise SlabDetError(f"device={device!r}: no form runs on it; give 'cpu' or 'cuda'")
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

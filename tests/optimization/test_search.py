@@ -438,6 +438,12 @@ def test_too_few_images_are_refused_before_the_work(files: Path, tmp_path: Path,
     assert not (tmp_path / 'out').exists()
 
 
+def test_a_device_on_which_no_form_runs_is_refused_before_the_work(files: Path, tmp_path: Path) -> None:
+    with pytest.raises(SlabDetError, match="^device='meta': no form runs on it; give 'cpu' or 'cuda'$"):
+        run(files, tmp_path / 'out', device='meta')
+    assert not (tmp_path / 'out').exists()
+
+
 def test_six_images_are_enough(files: Path, tmp_path: Path, two_forms: None) -> None:
     report = run(files, tmp_path / 'out', num_images=6)
     assert report.content['images'] == dict(held_out=2, fitted=4, sizes=report.content['images']['sizes'])
