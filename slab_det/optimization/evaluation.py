@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from slab_det.inference.forms import BASE, Form
 from slab_det.measure.evaluate import evaluate_groups
 from slab_det.measure.report_file import describe_dataset, main_column
 from slab_det.optimization.records import Records
-from slab_det.optimization.turns import Turns
 from slab_det.preflight import check_evaluation
 from slab_det.runtime.registries import enter_scope
 
@@ -29,15 +29,18 @@ class Evaluation:
     Args:
         cfg: The config.
         records: Keeps what was measured, for each set of labels.
-        turns: Loads the forms.
+        load: Returns the detector of a form.
+        say: Prints a line.
 
     Attributes:
         found: What was measured of each form, by its key: see :func:`slab_det.measure.evaluate.evaluate`.
         parts: For the jackknife: the AP with one group of images left out, for each group; by form and by kind of AP.
     """
 
-    def __init__(self, cfg: Config, records: Records, turns: Turns) -> None:
-        self.cfg, self.records, self.turns = cfg, records, turns
+    def __init__(
+        self, cfg: Config, records: Records, load: Callable[[Form], nn.Module], say: Callable[[str], None]
+    ) -> None:
+        self.cfg, self.records, self.load, self.say = cfg, records, load, say
         self.found: dict[str, dict] = {}
         self.parts: dict[str, dict[str, list[float]]] = {}
 
@@ -95,8 +98,7 @@ class Evaluation:
         start = time.monotonic()
         # The tables of the evaluators, one for boxes and one for masks.
         with mute_stdout():
-            self.turns.load([form], required=True)
-            found, parts = evaluate_groups(self.turns.served[form.key].model, self.cfg, GROUPS)
+            found, parts = evaluate_groups(self.load(form), self.cfg, GROUPS)
         # mmdet measures nothing where nothing is found; the original detector has found something.
         found = {kind: found.get(kind, {main_column(kind): 0.0}) for kind in self.found.get(BASE.key, found)}
         if not found:
@@ -110,4 +112,4 @@ class Evaluation:
         }
         self.found[form.key] = found
         self.records.save()
-        self.turns.say(f'AP of {form.title}, on the validation images: {time.monotonic() - start:.0f} s')
+        self.say(f'AP of {form.title}, on the validation images: {time.monotonic() - start:.0f} s')

@@ -31,6 +31,7 @@ class Records:
         state: Values that JSON can hold, saved by :meth:`save`.
         rounds: The milliseconds of each form, by its key, on one image; one dict per round.
         found: The detections of each form, by its key, in each image, by its index; of ``TRUTH`` too.
+        failed: Why a form does not run, by its key; not in the files, because the next call tries again.
         damaged: What is wrong with earlier records of the same key.
 
     Args:
@@ -41,6 +42,7 @@ class Records:
     def __init__(self, parent: Path, key: Mapping[str, Any]) -> None:
         text = json.dumps(key, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        self.failed: dict[str, str] = {}
         self.damaged: list[str] = []
         for number in count(1):
             self.folder = parent / (digest if number == 1 else f'{digest}-{number}')
@@ -54,6 +56,11 @@ class Records:
             else:
                 break
         self.save()
+
+    @property
+    def infos(self) -> dict[str, dict]:
+        """What each form is, its first call in seconds, memory and size on disk, by its key."""
+        return self.state['forms']
 
     def save(self) -> None:
         """Writes ``state``."""

@@ -162,8 +162,8 @@ class _Search:
         self.records = Records(out / WORK, self.key)
         self.variants = Variants(self.records.folder, cfg, detector, images.fitted, device, progress)
         self.turns = Turns(self.variants, self.records, images, device, threads, deadline, progress)
-        self.evaluation = Evaluation(cfg, self.records, self.turns)
-        self.standing = Standing(self.records, self.turns, self.evaluation, max_loss)
+        self.evaluation = Evaluation(cfg, self.records, self.turns.load_model, self.turns.say)
+        self.standing = Standing(self.records, self.evaluation, max_loss)
         for damaged in self.records.damaged:
             self.turns.say(f'{damaged}: everything is measured anew in {self.records.folder}')
         # The forms that this call tries, in their order.
@@ -280,8 +280,9 @@ class _Search:
 
     def _write(self, is_last: bool = False) -> OptimizationReport:
         """Writes the folder with what was measured so far; the pictures, which take seconds, at the end."""
-        turns, forms, (chosen, _) = self.turns, self.standing.forms, self.standing.choose()
-        missing = [form.title for key, form in self.tried.items() if key not in forms | turns.failed]
+        turns, failed = self.turns, self.records.failed
+        forms, (chosen, _) = self.standing.forms, self.standing.choose()
+        missing = [form.title for key, form in self.tried.items() if key not in forms | failed]
         content = dict(
             recommended=chosen,
             max_loss=self.max_loss,
@@ -289,7 +290,7 @@ class _Search:
             device=turns.device,
             threads=turns.threads,
             forms=self.standing.entries(),
-            failed=turns.failed,
+            failed=failed,
             not_measured=missing,
             images=dict(
                 held_out=len(turns.order), fitted=len(self.variants.images), sizes=self.images.describe_sizes()

@@ -1,4 +1,4 @@
-"""Standing: what is known so far of the forms that were measured, which of them are dropped, and which is chosen."""
+"""Standing: which of the measured forms are dropped so far, and which one is chosen."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from slab_det.inference.forms import BASE, Form
 from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.records import TRUTH, Records
-from slab_det.optimization.turns import Turns
 
 
 class Standing:
-    """The forms that were measured, by this call or earlier ones; everything is computed anew from the records.
+    """Which of the measured forms are dropped so far, and which one is chosen.
+
+    Earlier calls may have measured them too. Everything is computed anew from the records.
 
     Args:
         records: Keeps what was measured.
-        turns: Runs the forms, and knows those that failed.
-        evaluation: Knows the AP that was measured.
+        evaluation: Holds the AP that was measured.
         max_loss: The loss of AP in points that a chosen form may have.
     """
 
-    def __init__(self, records: Records, turns: Turns, evaluation: Evaluation, max_loss: float) -> None:
-        self.records, self.turns, self.evaluation, self.max_loss = records, turns, evaluation, max_loss
+    def __init__(self, records: Records, evaluation: Evaluation, max_loss: float) -> None:
+        self.records, self.evaluation, self.max_loss = records, evaluation, max_loss
         # By form: the number of images, and the share of the AP. It takes seconds.
         self._retained: dict[str, tuple[int, RetainedAP]] = {}
 
@@ -30,8 +30,8 @@ class Standing:
         """The forms that were measured and run on this machine, by their keys."""
         return {
             key: Form.from_dict(info)
-            for key, info in self.turns.infos.items()
-            if key not in self.turns.failed and self.records.count(key) >= SURE_ROUNDS
+            for key, info in self.records.infos.items()
+            if key not in self.records.failed and self.records.count(key) >= SURE_ROUNDS
         }
 
     def measured(self) -> dict[str, Measured]:
@@ -65,7 +65,7 @@ class Standing:
         dropped, ties, entries = self.dropped(), self.choose()[1], []
         for key, form in self.forms.items():
             measured = self.summarize(form)
-            entry = dict(key=key, title=form.title) | self.turns.infos[key] | measured.to_dict()
+            entry = dict(key=key, title=form.title) | self.records.infos[key] | measured.to_dict()
             entry |= dict(loss=measured.loss, ap=self.evaluation.found.get(key))
             entry |= dict(dropped_for=dropped.get(key, ''), tie=key in ties)
             entries.append(entry)

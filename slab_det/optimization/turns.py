@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
-from slab_det.common.errors import describe_reason
+from torch import nn
+
+from slab_det.common.errors import DeploymentError, describe_reason
 from slab_det.common.memory import memory_growth
 from slab_det.common.progress import Progress
 from slab_det.compare.detections import Detections, as_detections, detect
@@ -45,8 +47,6 @@ class Turns:
 
     Attributes:
         order: Indices of the held-out images, in the order in which they are taken.
-        infos: What each form is, its first call in seconds, memory and size on disk, by its key.
-        failed: Why a form does not run, by its key.
     """
 
     def __init__(
@@ -61,8 +61,6 @@ class Turns:
     ) -> None:
         self.variants, self.records, self.images, self.order = variants, records, images, [*images.contents]
         self.device, self.threads, self.deadline, self.progress = device, threads, deadline, progress
-        self.infos: dict[str, dict] = records.state['forms']
-        self.failed: dict[str, str] = {}
         # The loaded forms, and the sizes of images that each has seen.
         self.served: dict[str, ServedDetector] = {}
         self.warm: dict[str, set[tuple[int, int]]] = {}
@@ -82,7 +80,7 @@ class Turns:
         Quick forms get ``QUARTILE_ROUNDS`` at once, in ``ROUND_SECONDS``.
         """
         records = self.records
-        forms = [form for form in dict.fromkeys(forms) if form != BASE and form.key not in self.failed]
+        forms = [form for form in dict.fromkeys(forms) if form != BASE and form.key not in records.failed]
         # A call that goes on begins with what the last one had no time for.
         forms = [BASE, *sorted(forms, key=lambda form: records.count(form.key))]
         forms = [form for form in forms if records.count(form.key) < rounds]
@@ -108,32 +106,19 @@ class Turns:
         if done:
             self.say(f'  {done} rounds with {", ".join(keys)}: {time.monotonic() - start:.0f} s')
 
-    def load(self, forms: Sequence[Form], required: bool = False) -> None:
-        """Loads forms, and measures the first call and the memory of those that are new.
-
-        Args:
-            forms: The forms. What makes one fail is noted in ``failed``.
-            required: Raise what makes a form fail, and load it late too. Always so for the original detector.
-        """
+    def load(self, forms: Sequence[Form]) -> None:
+        """Loads forms, and measures the first call and the memory of those that are new; notes what makes one fail."""
         for form in forms:
-            if form.key in self.served or form.key in self.failed:
-                continue
-            is_required = required or form == BASE
-            if missing := form.find_missing(self.device):
-                self._fail(form.key, f'needs {missing}')
-                continue
-            try:
-                for step in [*self.variants.steps(form), FileStep('ready', partial(self._load, form))]:
-                    if self.is_late() and not is_required:
-                        break
-                    start = time.monotonic()
-                    step.make()
-                    self.say(f'  {form.title}: {step.done} after {time.monotonic() - start:.0f} s')
-            except Exception as error:
-                if is_required:
-                    raise
-                self._fail(form.key, error)
+            if form.key not in self.served and form.key not in self.records.failed:
+                with self._note_failure(form.key):
+                    self._make(form, is_required=form == BASE)
         self.records.save()
+
+    def load_model(self, form: Form) -> nn.Module:
+        """Returns the detector of a form, which is loaded also after the deadline; raises what makes it fail."""
+        if form.key not in self.served:
+            self._make(form, is_required=True)
+        return self.served[form.key].model
 
     def unload(self, keys: Container[str]) -> None:
         """Frees the memory of forms."""
@@ -141,6 +126,17 @@ class Turns:
         if len(left) < len(self.served):
             self.served = left
             gc.collect()
+
+    def _make(self, form: Form, is_required: bool) -> None:
+        """Makes the files of a form, and loads it; begins no step after the deadline, unless the form is required."""
+        if missing := form.find_missing(self.device):
+            raise DeploymentError(f'needs {missing}')
+        for step in [*self.variants.steps(form), FileStep('ready', partial(self._load, form))]:
+            if self.is_late() and not is_required:
+                break
+            start = time.monotonic()
+            step.make()
+            self.say(f'  {form.title}: {step.done} after {time.monotonic() - start:.0f} s')
 
     def _load(self, form: Form) -> None:
         image = self.order[0]
@@ -160,7 +156,7 @@ class Turns:
         if form.is_exported:
             info['weight_bits'] = served.model.runtime.metadata.get('int8_weight_bits')
         self.served[form.key], self.warm[form.key] = served, {self.images.shapes[image]}
-        self.infos.setdefault(form.key, info)
+        self.records.infos.setdefault(form.key, info)
 
     def find_truth(self, image: int) -> dict[str, Detections]:
         """What the original detector, which is loaded, finds in a mirrored image that it was not shown before."""
@@ -205,19 +201,17 @@ class Turns:
 
     def _add(self, keys: list[str], image: int, times: dict[str, float], found: dict[str, Detections]) -> None:
         """Adds what was measured to the records, and removes the forms from ``keys`` that failed."""
-        keys[:] = [key for key in keys if key not in self.failed]
+        keys[:] = [key for key in keys if key not in self.records.failed]
         self.records.add(image, times, found)
 
     @contextmanager
     def _note_failure(self, key: str) -> Iterator[None]:
+        """Notes an error of a form, which is then left out; raises that of a file or of the original detector."""
         try:
             yield
         except Exception as error:
-            self._fail(key, error)
-
-    def _fail(self, key: str, reason: Exception | str) -> None:
-        if isinstance(reason, OSError) or key == BASE.key:
-            raise reason
-        self.failed[key] = reason if isinstance(reason, str) else describe_reason(reason)
-        self.served.pop(key, None)
-        self.say(f'  {key}: {self.failed[key]}')
+            if isinstance(error, OSError) or key == BASE.key:
+                raise
+            self.records.failed[key] = describe_reason(error)
+            self.served.pop(key, None)
+            self.say(f'  {key}: {self.records.failed[key]}')

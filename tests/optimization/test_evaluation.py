@@ -10,7 +10,7 @@ from slab_det.optimization.evaluation import Evaluation
 
 
 def test_the_loss_has_two_standard_errors_of_a_jackknife() -> None:
-    evaluation = Evaluation(None, SimpleNamespace(state={}), None)
+    evaluation = Evaluation(None, SimpleNamespace(state={}), None, None)
     assert evaluation.losses('int8') is None
     evaluation.found = dict(
         eager=dict(bbox=dict(AP=0.5), segm=dict(AP=0.4)), int8=dict(bbox=dict(AP=0.49), segm=dict(AP=0.37))

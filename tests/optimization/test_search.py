@@ -540,9 +540,7 @@ def test_a_form_that_finds_nothing_has_lost_all(monkeypatch: pytest.MonkeyPatch)
     found = iter([({}, []), (dict(bbox=dict(AP=0.5)), [dict(bbox=dict(AP=0.4))] * 2), ({}, [{}, {}])])
     monkeypatch.setattr('slab_det.optimization.evaluation.evaluate_groups', lambda *_: next(found))
     other = SimpleNamespace(key='other', title='other')
-    served = {form.key: SimpleNamespace(model=None) for form in (BASE, other)}
-    turns = SimpleNamespace(load=lambda *_, **__: None, served=served, say=print)
-    evaluation = Evaluation(None, SimpleNamespace(save=list), turns)
+    evaluation = Evaluation(None, SimpleNamespace(save=list), lambda form: None, print)
     with pytest.raises(DataError, match='finds nothing in the validation images'):
         evaluation.measure(BASE)
     evaluation.measure(BASE)

@@ -92,5 +92,17 @@ def test_a_form_that_fails_while_it_looks_leaves_the_others(tmp_path: Path, monk
 
     clock.turns.served[OTHER.key] = fail
     clock.turns.run([OTHER], 5)
-    assert clock.turns.failed == {OTHER.key: 'no such kernel'} and clock.seen(BASE) == IMAGES
+    assert clock.turns.records.failed == {OTHER.key: 'no such kernel'} and clock.seen(BASE) == IMAGES
     assert OTHER.key not in clock.turns.records.found and clock.turns.records.count(BASE.key) == QUARTILE_ROUNDS
+
+
+def test_a_detector_is_loaded_for_its_ap_after_the_deadline_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Clock(monkeypatch, tmp_path, 0.02, deadline=0).turns
+    turns.served.clear()
+    turns.variants = SimpleNamespace(steps=lambda form: [])
+    monkeypatch.setattr(Turns, '_load', lambda self, form: self.served.update({form.key: SimpleNamespace(model=form)}))
+    turns._make(OTHER, is_required=False)
+    assert not turns.served
+    assert turns.load_model(OTHER) == OTHER
