@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,13 +14,11 @@ from torch import nn
 from slab_det.absorption.digest import add_weights
 from slab_det.checkpoints import build_detector
 from slab_det.common.config import open_config
-from slab_det.common.errors import ComparisonError, DataError, SlabDetError
+from slab_det.common.errors import SlabDetError
 from slab_det.common.files import check_writable, locked
 from slab_det.common.mute import mute_log
 from slab_det.common.numbers import check_threads
 from slab_det.common.record import describe_environment
-from slab_det.compare.detections import as_detections
-from slab_det.compare.ruler import retained_ap
 from slab_det.fusion.folding import check_statistics
 from slab_det.inference.folder import OPTIMIZE_JSON
 from slab_det.inference.forms import BASE, CHANNELS, NORMS, Form, list_forms
@@ -30,7 +27,7 @@ from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.images import SplitImages
 from slab_det.optimization.own_files import OwnFiles, check_own
-from slab_det.optimization.records import TRUTH, Records
+from slab_det.optimization.records import Records
 from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
 from slab_det.optimization.standing import Standing
 from slab_det.optimization.turns import Turns
@@ -172,7 +169,7 @@ class _Search:
     def run(self, eval: bool) -> OptimizationReport:
         """Measures, chooses and writes the folder."""
         turns = self.turns
-        self._check_finds()
+        turns.check_finds()
         if eval:
             # First: what a share of the AP means depends on it.
             start = time.monotonic()
@@ -214,29 +211,6 @@ class _Search:
         self.turns.run(left, rounds)
         self.turns.unload(self.standing.dropped())
         self._write()
-
-    def _check_finds(self) -> None:
-        """Puts the first held-out image first in which the detector finds something, mirrored too.
-
-        Raises:
-            DataError: If there is none.
-        """
-        turns, order, records = self.turns, self.turns.order, self.records
-        for image in order:
-            if not {BASE.key, TRUTH} <= {key for key, found in records.found.items() if image in found}:
-                turns.load([BASE])
-                found = as_detections(turns.served[BASE.key](self.images.contents[image]))
-                records.add(image, {}, {BASE.key: found} | turns.find_truth(image))
-            found = [records.found[BASE.key][image]]
-            with suppress(ComparisonError):  # nothing is found
-                retained_ap([records.found[TRUTH][image]], found, found)
-                order.remove(image)
-                order.insert(0, image)
-                return
-        raise DataError(
-            f'the detector finds nothing in {len(order)} images that it finds again in the mirrored image, so nothing '
-            'shows what a faster form loses: give images of its objects, and check config and checkpoint'
-        )
 
     def _try_variants(self, names: Sequence[str], middle: int) -> None:
         """Measures absorbed detectors in the fastest forms of the original.

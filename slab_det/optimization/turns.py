@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 
 from torch import nn
 
-from slab_det.common.errors import DeploymentError, describe_reason
+from slab_det.common.errors import ComparisonError, DataError, DeploymentError, describe_reason
 from slab_det.common.memory import memory_growth
 from slab_det.common.progress import Progress
 from slab_det.compare.detections import Detections, as_detections, detect
+from slab_det.compare.ruler import retained_ap
 from slab_det.inference.forms import BASE, Form
 from slab_det.inference.serving import ServedDetector, load_detector
 from slab_det.measure.timer import PAUSE_SECONDS, take_turns, time_call
@@ -73,6 +74,29 @@ class Turns:
     def is_late(self) -> bool:
         """Whether no step may begin any more."""
         return time.monotonic() >= self.deadline
+
+    def check_finds(self) -> None:
+        """Puts the first held-out image first in which the original detector finds something, mirrored too.
+
+        Raises:
+            DataError: If there is none.
+        """
+        order, records = self.order, self.records
+        for image in order:
+            if not {BASE.key, TRUTH} <= {key for key, found in records.found.items() if image in found}:
+                self.load([BASE])
+                found = as_detections(self.served[BASE.key](self.images.contents[image]))
+                records.add(image, {}, {BASE.key: found} | self._find_truth(image))
+            found = [records.found[BASE.key][image]]
+            with suppress(ComparisonError):  # nothing is found
+                retained_ap([records.found[TRUTH][image]], found, found)
+                order.remove(image)
+                order.insert(0, image)
+                return
+        raise DataError(
+            f'the detector finds nothing in {len(order)} images that it finds again in the mirrored image, so nothing '
+            'shows what a faster form loses: give images of its objects, and check config and checkpoint'
+        )
 
     def run(self, forms: Sequence[Form], rounds: int) -> None:
         """Runs the original detector and those of the forms that have fewer rounds, until each has this many.
@@ -158,7 +182,7 @@ class Turns:
         self.served[form.key], self.warm[form.key] = served, {self.images.shapes[image]}
         self.records.infos.setdefault(form.key, info)
 
-    def find_truth(self, image: int) -> dict[str, Detections]:
+    def _find_truth(self, image: int) -> dict[str, Detections]:
         """What the original detector, which is loaded, finds in a mirrored image that it was not shown before."""
         if image in self.records.found.get(TRUTH, {}):
             return {}
@@ -174,7 +198,7 @@ class Turns:
                 continue
             if self.is_late() or time.monotonic() - start >= seconds:
                 break
-            found = self.find_truth(image)
+            found = self._find_truth(image)
             for key in new:
                 with self._note_failure(key):
                     found[key] = as_detections(self.served[key](self.images.contents[image]))
@@ -186,7 +210,7 @@ class Turns:
         records, times = self.records, {}
         unseen = (i for i in self.order if any(i not in records.found.get(key, {}) for key in keys))
         image = next(unseen, self.order[len(records.rounds) % len(self.order)])
-        content, found = self.images.contents[image], self.find_truth(image)
+        content, found = self.images.contents[image], self._find_truth(image)
         for key in take_turns(keys, len(records.rounds)):
             served, is_new = self.served[key], image not in records.found.get(key, {})
             with self._note_failure(key):
