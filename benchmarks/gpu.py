@@ -152,8 +152,9 @@ def replay(cache: GraphCache) -> None:
 def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     """Captures each part of a deployed Mask R-CNN, and the whole; caches keep alive the tensors that graphs read."""
     operators, caches = FixedOperators(), {}
-    static = StaticDetector(model, operators, fused=True)
+    static = StaticDetector(model, operators)
     family = static.family
+    family.merge_weights()
     frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).to(DEVICE)
 
     def run(part: str, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -100,7 +100,6 @@ class Family(ABC):
     Args:
         detector: The detector, whose modules run.
         operators: The operators on boxes.
-        fused: Whether the heads run in their fused forms, with fewer kernels.
 
     Attributes:
         base: The class of mmdet whose ``predict`` the detectors of this family have.
@@ -117,7 +116,7 @@ class Family(ABC):
     heads: ClassVar[tuple[type[nn.Module], ...]]
     absorbed: ClassVar[tuple[type[nn.Module], ...]] = ()
 
-    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
+    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
         self.detector, self.operators = detector, operators
 
     @classmethod
@@ -149,6 +148,11 @@ class Family(ABC):
     def check_fixed(self) -> None:
         """Raises :class:`Unsupported` unless operators of fixed shapes compute what the detector does."""
         # Where they compute every detector of the family.
+        return
+
+    def merge_weights(self) -> None:
+        """Makes the heads run with copies of their weights, merged so that they need fewer kernels."""
+        # A family without a method of its own has one way to run its heads.
         return
 
     @property

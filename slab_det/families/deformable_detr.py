@@ -29,7 +29,7 @@ class DeformableTransformer(BoxFamily):
     part = 'bbox_head'
     heads = DeformableDETRHead, DINOHead
 
-    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
+    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
         super().__init__(detector, operators)
         check_part(detector, 'detector', nearest_base(detector, (DeformableDETR, DINO)), TRANSFORMER)
         head = find_part(detector, 'bbox_head', nearest_base(detector.bbox_head, self.heads), PREDICTION)

@@ -43,7 +43,7 @@ class Dense(BoxFamily):
     has_points: ClassVar[bool] = False
     prediction: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
+    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
         super().__init__(detector, operators)
         # A head with other outputs would predict with them.
         base = nearest_base(detector.bbox_head, self.heads)

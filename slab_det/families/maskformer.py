@@ -30,7 +30,7 @@ class MaskFormer(Family):
     part = 'panoptic_head'
     heads = (MaskFormerHead,)
 
-    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
+    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
         super().__init__(detector, operators)
         find_part(detector, 'panoptic_head', self.heads[0], ('predict', 'forward'))
         fusion = find_part(detector, 'panoptic_fusion_head', MaskFormerFusionHead, FUSION)

@@ -23,8 +23,8 @@ class RTMDetIns(Dense):
     has_masks = True
     prediction = '_bbox_mask_post_process', '_mask_predict_by_feat_single', 'parse_dynamic_params'
 
-    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
-        super().__init__(detector, operators, fused)
+    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
+        super().__init__(detector, operators)
         strides = detector.bbox_head.prior_generator.strides
         require('a prior_generator with square strides', all(x == y for x, y in strides))
 

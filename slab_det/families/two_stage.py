@@ -55,12 +55,18 @@ class TwoStage(BoxFamily):
     }
     predictors = 'rpn_cls', 'rpn_reg', 'fc_cls', 'fc_reg', 'conv_logits'
 
-    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
+    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
         super().__init__(detector, operators)
         self.check()
-        self.rpn = RPN(detector.rpn_head, fused)
-        self.box_heads = [BoxHead(head, fused) for head in self.stages('bbox_head')]
-        self.mask_heads = [MaskHead(head, fused) for head in self.stages('mask_head')] if self.has_masks else []
+        self._make_heads(merged=False)
+
+    def _make_heads(self, merged: bool) -> None:
+        self.rpn = RPN(self.detector.rpn_head, merged)
+        self.box_heads = [BoxHead(head, merged) for head in self.stages('bbox_head')]
+        self.mask_heads = [MaskHead(head, merged) for head in self.stages('mask_head')] if self.has_masks else []
+
+    def merge_weights(self) -> None:
+        self._make_heads(merged=True)
 
     def check(self) -> None:
         """Raises :class:`Unsupported` unless the family computes what ``predict`` of the detector computes."""
@@ -252,14 +258,14 @@ class RPN:
 
     Args:
         head: The RPN.
-        fused: Whether one product with copied weights gives logits and deltas; ignored unless rpn_conv is a FusedConv.
+        merged: Whether one product with copied weights gives logits and deltas; ignored unless rpn_conv is a FusedConv.
     """
 
-    def __init__(self, head: RPNHead, fused: bool) -> None:
+    def __init__(self, head: RPNHead, merged: bool) -> None:
         self.head = head
         is_stock = (type(head).forward, type(head).forward_single) == (RPNHead.forward, RPNHead.forward_single)
-        self.fused = fused and is_stock and isinstance(head.rpn_conv, FusedConv)
-        if self.fused:
+        self.merged = merged and is_stock and isinstance(head.rpn_conv, FusedConv)
+        if self.merged:
             layers = head.rpn_cls, head.rpn_reg
             # Pads the rows of ``outputs`` to a multiple of 16 bytes.
             missing = -sum(layer.out_channels for layer in layers) % 8
@@ -267,7 +273,7 @@ class RPN:
             self.bias = F.pad(torch.cat([layer.bias for layer in layers]), (0, missing)).detach()
 
     def __call__(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, list[tuple]]:
-        if not self.fused:
+        if not self.merged:
             logits, deltas = self.head(features)
             levels, deltas = [flat(x, 1).flatten() for x in logits], torch.cat([flat(x, 4) for x in deltas])
             return levels, deltas, [x.shape[-2:] for x in logits]
@@ -287,12 +293,12 @@ class BoxHead:
 
     Args:
         head: The bbox_head.
-        fused: Whether copied weights read channels-last regions; ignored unless the head has linear layers only.
+        merged: Whether copied weights read channels-last regions; ignored unless the head has linear layers only.
     """
 
-    def __init__(self, head: nn.Module, fused: bool) -> None:
-        self.head, self.fused = head, fused and _is_linear(head)
-        if self.fused:
+    def __init__(self, head: nn.Module, merged: bool) -> None:
+        self.head, self.merged = head, merged and _is_linear(head)
+        if self.merged:
             first, *others = head.shared_fcs
             by_position = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
             self.shared = [(by_position.permute(0, 2, 3, 1).flatten(1), first.bias)]
@@ -301,7 +307,7 @@ class BoxHead:
             self.bias = torch.cat([head.fc_cls.bias, head.fc_reg.bias]).detach()
 
     def __call__(self, regions: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.fused:
+        if not self.merged:
             return self.head(regions)
         x = regions.permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
         for weight, bias in self.shared:
@@ -325,16 +331,16 @@ class MaskHead:
 
     Args:
         head: The mask_head.
-        fused: Compute the mask of each box's own label alone. Without effect unless a transposed convolution of kernel
+        merged: Compute the mask of each box's own label alone. Without effect unless a transposed convolution of kernel
             2 and stride 2 upsamples the masks.
     """
 
-    def __init__(self, head: FCNMaskHead, fused: bool) -> None:
+    def __init__(self, head: FCNMaskHead, merged: bool) -> None:
         self.head = head
         up, last = head.upsample, head.conv_logits
-        self.fused = fused and type(head).forward is FCNMaskHead.forward and type(up) is nn.ConvTranspose2d
-        self.fused = self.fused and up.kernel_size == up.stride == (2, 2) and isinstance(last, nn.Conv2d)
-        if self.fused:
+        self.merged = merged and type(head).forward is FCNMaskHead.forward and type(up) is nn.ConvTranspose2d
+        self.merged = self.merged and up.kernel_size == up.stride == (2, 2) and isinstance(last, nn.Conv2d)
+        if self.merged:
             # One product upsamples: each quarter of its columns is one of the four pixels that replace a pixel.
             self.up_weight = up.weight.detach().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
             self.up_bias = up.bias.detach().repeat(4)
@@ -347,7 +353,7 @@ class MaskHead:
             return head(regions)[row, label][torch.zeros_like(order).scatter(0, order, row)]
         if head.class_agnostic:
             labels = torch.zeros_like(labels)
-        if not self.fused:
+        if not self.merged:
             return head(regions)[torch.arange(len(labels), device=labels.device), labels]
         x = regions.to(self.up_weight.dtype)
         for conv in head.convs:

@@ -168,8 +168,8 @@ class StaticDetector:
         Unsupported: If no family of heads computes what the detector does.
     """
 
-    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
-        self.family = find_family(detector)(detector, operators, fused)
+    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
+        self.family = find_family(detector)(detector, operators)
         self.family.check_fixed()
 
     def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
@@ -219,7 +219,8 @@ class GraphedPrediction:
             if address != self._address:
                 # A graph of the weights where they were may still run.
                 torch.cuda.synchronize()
-                self._static = StaticDetector(self._model, FixedOperators(), fused=True)
+                self._static = StaticDetector(self._model, FixedOperators())
+                self._static.family.merge_weights()
                 self._graphs, self._address = GraphCache(self._static, self._model), address
             return self._static, self._graphs
 
