@@ -14,7 +14,7 @@ from torch import Tensor
 from slab_det.common.errors import ExportError
 from slab_det.export.loaded_file import load_runtime
 from slab_det.export.settings import find_resize, follow_config
-from slab_det.families.masks import check_form, enlarge_masks, paste_masks
+from slab_det.families.masks import check_mask_format, enlarge_masks, paste_masks
 
 
 @MODELS.register_module()
@@ -42,7 +42,7 @@ class ExportedDetector(BaseModel):
         detector: dict | None = None,
         **options,
     ) -> None:
-        check_form(masks, ExportError)
+        check_mask_format(masks, ExportError)
         super().__init__()
         self.runtime, self.masks = load_runtime(file, **options), masks
         if self.runtime.metadata['scope'] != 'detector':

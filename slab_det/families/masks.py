@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from slab_det.common.errors import DeploymentError, SlabDetError
 
-MASK_FORMS = ('full', 'rle')
+MASK_FORMATS = ('full', 'rle')
 # Number of pixels that are sampled at once; each takes 13 bytes.
 BAND = 2**20
 # Adjacent columns of a pasted mask: x and y of the first pixel, and the pixels (w, h), in the order of RLE.
 Band = tuple[int, int, Tensor]
 
 
-def check_form(form: str, error: type[SlabDetError]) -> None:
-    """Raises ``error`` unless :func:`paste_masks` knows the form."""
-    if form not in MASK_FORMS:
-        raise error(f'masks={form!r} is not one of {", ".join(MASK_FORMS)}')
+def check_mask_format(mask_format: str, error: type[SlabDetError]) -> None:
+    """Raises ``error`` unless :func:`paste_masks` knows the format."""
+    if mask_format not in MASK_FORMATS:
+        raise error(f'masks={mask_format!r} is not one of {", ".join(MASK_FORMATS)}')
 
 
 def paste_masks(
-    probabilities: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float, form: str = 'full'
+    probabilities: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float, mask_format: str = 'full'
 ) -> Tensor | list[dict]:
     """Pastes masks into their image; the result equals mmdet's on a CPU bit by bit.
 
@@ -40,16 +40,16 @@ def paste_masks(
         boxes: Corners in the image of ``shape``, (n, 4), float32.
         shape: (H, W).
         threshold: Smallest probability of a pixel inside the mask.
-        form: 'full' or 'rle'.
+        mask_format: 'full' or 'rle'.
 
     Returns:
         'full': (n, H, W), bool, on the device of the boxes. 'rle': a dict for each mask, as
         ``pycocotools.mask.encode`` returns it.
     """
-    if form == 'rle':
+    if mask_format == 'rle':
         probabilities, boxes = probabilities.cpu(), boxes.cpu()
     pasted = (_paste_bands(*pair, shape, threshold) for pair in zip(probabilities, boxes, strict=True))
-    if form == 'rle':
+    if mask_format == 'rle':
         return [_encode_bands(bands, *shape) for bands in pasted]
     masks = torch.zeros(len(boxes), *shape, dtype=torch.bool, device=boxes.device)
     for mask, bands in zip(masks, pasted, strict=True):

@@ -15,7 +15,7 @@ from slab_det.common.tensors import HALF_PRECISIONS, check_finite
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.families.deformable import deployed_deformable
 from slab_det.families.half_precision import keep_boxes_float32, lower_precision
-from slab_det.families.masks import check_form, encode_masks
+from slab_det.families.masks import check_mask_format, encode_masks
 from slab_det.inference.cpu.patch_conv import patch_conv
 from slab_det.inference.cpu.roi_align import deployed_roi_align
 from slab_det.inference.cpu.winograd import winograd_conv
@@ -71,7 +71,7 @@ def deploy(
             f'{len(unfused)} norms are not fused ({unfused[0]}, ...); call slab_det.fuse before slab_det.deploy, '
             'or add --fuse to the command'
         )
-    check_form(masks, DeploymentError)
+    check_mask_format(masks, DeploymentError)
     check_finite(model, DeploymentError)
     dtype = None if dtype == torch.float32 else dtype
     warn_of_precision(model, dtype)

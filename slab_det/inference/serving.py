@@ -18,7 +18,7 @@ from slab_det.common.errors import ConfigError, DataError, DeploymentError, Expo
 from slab_det.common.memory import keep_freed_memory
 from slab_det.common.numbers import check_threads
 from slab_det.common.pipeline import Image, ImagePipeline, inference_steps
-from slab_det.families.masks import check_form, encode_masks
+from slab_det.families.masks import check_mask_format, encode_masks
 from slab_det.fusion.folding import check_statistics, fuse
 from slab_det.inference.deployment import deploy
 from slab_det.inference.folder import find_stored
@@ -176,7 +176,7 @@ def _load_checkpoint(
     if runtime == 'torch':
         model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
         return deploy(model, inplace=True, masks=masks, **options), meta
-    check_form(masks, DeploymentError)
+    check_mask_format(masks, DeploymentError)
     if masks == 'rle':
         encode_masks(model)
     return model, meta

@@ -118,7 +118,7 @@ def detector(small_detector: Callable[..., nn.Module]) -> nn.Module:
 @torch.no_grad()
 def test_detections_are_the_same_for_full_and_rle_masks(detector):
     images = torch.randn(1, 3, 96, 128)
-    (full,), (encoded,) = (detect(slab_det.deploy(detector, masks=form), [images]) for form in masks.MASK_FORMS)
+    (full,), (encoded,) = (detect(slab_det.deploy(detector, masks=each), [images]) for each in masks.MASK_FORMATS)
     assert len(full.scores) > 5 and full.regions == encoded.regions
 
 
