@@ -70,7 +70,7 @@ def captured_shapes(monkeypatch):
         monkeypatch.setattr(graph, '_may_replay', lambda model, image: may_replay(model, on_gpu))
         monkeypatch.setattr(graph, 'FixedOperators', EagerOperators)
         monkeypatch.setattr(graph, '_pool_bytes', pools.get)
-        monkeypatch.setattr(graph.mask_kernels, 'paste_masks', graph.paste_masks)
+        monkeypatch.setattr(graph.mask_kernels, 'triton_paste_masks', graph.paste_masks)
         monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: self)
         monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
         monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)

@@ -191,9 +191,9 @@ def test_paste_masks(size):
     corners = torch.tensor([*corners, [5, 1.2, 5, 20], [3, 2.2, 30, 2.2], [6, 6, 6, 6]], device=DEVICE)
     masks = torch.rand(len(corners), 28, 28, device=DEVICE)
     expected = paste_masks(masks.cpu(), corners.cpu(), size, 0.5)
-    found = mask_kernels.paste_masks(masks, corners, size, 0.5)
+    found = mask_kernels.triton_paste_masks(masks, corners, size, 0.5)
     assert found.dtype == torch.bool and (found.cpu() != expected).sum() <= (0 if DEVICE == 'cpu' else 2)
-    assert mask_kernels.paste_masks(masks[:0], corners[:0], size, 0.5).shape == (0, *size)
+    assert mask_kernels.triton_paste_masks(masks[:0], corners[:0], size, 0.5).shape == (0, *size)
 
 
 @pytest.mark.parametrize(('fine', 'coarse'), [((8, 12), (4, 6)), ((25, 1), (13, 1)), ((3, 3), (5, 5))])
@@ -235,7 +235,7 @@ def test_deformable_attention(references, channels, dtype):
     logits = 2 * torch.randn(2, queries, 2, 9, device=DEVICE).to(dtype)
     offsets[0, 3], offsets[0, 4], offsets[0, 5, 0, 1, 2, 0] = 60000, -60000, torch.nan
     offsets[0, 6, 0, 0, 0, 0], offsets[0, 7] = torch.inf, 0
-    found = deformable_kernels.sample_maps(values, sizes, centers, offsets, logits)
+    found = deformable_kernels.triton_sample_maps(values, sizes, centers, offsets, logits)
     # A sample without a position is outside, as in mmcv's compiled operator.
     offsets = torch.where(offsets.isfinite(), offsets, 60000)
     expected = sample_maps(values.double(), sizes, centers.double(), offsets.double(), logits.double())

@@ -79,14 +79,14 @@ class TritonDeformableAttention(DeformableAttention):
     ) -> Tensor:
         if not kernels.can_run(values) or values.dtype.itemsize > 4:
             return super().sample(values, sizes, references, offsets, logits)
-        return sample_maps(values, sizes, references, offsets, logits)
+        return triton_sample_maps(values, sizes, references, offsets, logits)
 
 
 # Turns deformable attention of mmdet into one with a kernel, in place.
 triton_deformable = partial(deployed_deformable, attention=TritonDeformableAttention)
 
 
-def sample_maps(
+def triton_sample_maps(
     values: Tensor, sizes: tuple[tuple[int, int], ...], references: Tensor, offsets: Tensor, logits: Tensor
 ) -> Tensor:
     """See :func:`slab_det.families.deformable.sample_maps`."""

@@ -242,7 +242,7 @@ class GraphedPrediction:
         static, graphs = self._follow_weights()
         family = static.family
         computed = graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
-        paste = mask_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, mask_format='rle')
+        paste = mask_kernels.triton_paste_masks if self._masks == 'full' else partial(paste_masks, mask_format='rle')
         return None if computed is None else family.predict(computed, metainfo, paste)
 
 

@@ -43,7 +43,7 @@ if triton is not None:
         tl.store(out + (mask.to(tl.int64) * H + row) * W + column, (value >= threshold).to(tl.int8), mask=column < W)
 
 
-def paste_masks(masks: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float) -> Tensor:
+def triton_paste_masks(masks: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float) -> Tensor:
     """:func:`slab_det.families.masks.paste_masks` at full size, of probabilities (n, M, M) in float32."""
     height, width = shape
     out = torch.empty(len(boxes), height, width, dtype=torch.int8, device=boxes.device)
