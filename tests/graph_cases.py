@@ -11,7 +11,7 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from zoo import shrunk
 
-from slab_det.families.operators import EMPTY, BoxOperators, anchors, set_apart
+from slab_det.families.operators import EMPTY, BoxOperators, anchors, offset_groups
 from slab_det.inference.gpu import box_kernels
 
 CONFIGS = {
@@ -207,7 +207,7 @@ class EagerOperators(BoxOperators):
     def priors(self, generator, sizes, like):
         return anchors(generator, tuple(sizes), like.device)
 
-    def best(self, levels, count):
+    def topk(self, levels, count):
         sizes = [len(level) for level in levels]
         count = min(count, max(sizes)) if count > 0 else max(sizes)
         ranked = [rank(level.sigmoid(), count, like_head=True) for level in levels]
@@ -215,7 +215,7 @@ class EagerOperators(BoxOperators):
         starts = scores.new_tensor([0, *accumulate(sizes)][:-1], dtype=torch.int64)
         return scores, index + starts[:, None], torch.zeros_like(index) + torch.arange(len(levels))[:, None].to(index)
 
-    def best_above(self, levels, count, score_thr):
+    def topk_above(self, levels, count, score_thr):
         sizes, ranked = [len(level) for level in levels], []
         for start, level in zip(accumulate([0, *sizes]), levels, strict=False):
             found = (level > score_thr).nonzero()[:, 0]
@@ -234,7 +234,7 @@ class EagerOperators(BoxOperators):
 
     def suppress(self, corners, scores, groups, stride, iou_threshold, limit):
         limit = min(limit, scores.numel()) if limit > 0 else scores.numel()
-        moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
+        moved, kept = offset_groups(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
         for group in range(len(scores)):
             there = (scores[group] != EMPTY).nonzero()[:, 0]
             # The boxes are in descending order, which stable sorting keeps.

@@ -24,7 +24,7 @@ from slab_det.absorption.norms.plan import NormPlan, plan_norms
 from slab_det.backbones.adopt import adopt
 from slab_det.common.errors import ComparisonError, ConversionError
 from slab_det.common.modules import copy_module, is_deployed, set_mode
-from slab_det.fusion.folding import FusionReport, past_report
+from slab_det.fusion.folding import FusionReport, earlier_report
 
 # Least share of the AP that the student of channels='auto' retains; with less, a warning is given.
 LEAST_RETAINED_AP = 0.99
@@ -135,7 +135,7 @@ def absorb(
         if plan.absorbed:
             absorb_norms(plan, student, maps, report, work_dir, progress)
         report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
-        past = past_report(model)
+        past = earlier_report(model)
         student.absorption_report = report
         student.fusion_report = FusionReport([*past.norms, *plan.fusions.values()], past.channels | report.counts)
         if compare:

@@ -38,7 +38,7 @@ class Attention(BaseModule):
     """
 
     # Whether mix() gets q, k and v split by head, (B, h, N, d), or whole, (B, 1, N, C).
-    heads_apart = True
+    splits_heads = True
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Attention(BaseModule):
     @property
     def groups(self) -> int:
         """The number of channel groups that :meth:`mix` gets: the heads, or 1."""
-        return self.num_heads if self.heads_apart else 1
+        return self.num_heads if self.splits_heads else 1
 
     @abstractmethod
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:

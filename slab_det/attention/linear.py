@@ -23,7 +23,7 @@ class LinearMixing(Attention):
     As in the released code there is no shift mask: a shifted window sums over all its tokens, padding included.
     """
 
-    heads_apart = False
+    splits_heads = False
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

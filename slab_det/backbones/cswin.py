@@ -96,7 +96,7 @@ class StripeAttention(MapAttention):
     """
 
     # Stripes split the channels into heads themselves.
-    heads_apart = False
+    splits_heads = False
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from slab_det.cli.screen import build_runner
 from slab_det.common.config import type_name, walk_datasets
 from slab_det.common.distributed import unwrap
 from slab_det.common.errors import ConfigError, SlabDetError, config_errors
-from slab_det.common.pipeline import inference_steps
+from slab_det.common.pipeline import find_test_pipeline
 from slab_det.compare.kernels import warn_of_precision
 from slab_det.families.half_precision import autocast_forward
 from slab_det.hooks import CheckedLoadHook
@@ -55,7 +55,7 @@ def use_exported(cfg: Config, file: str, **options: object) -> None:
     # Registers ExportedDetector; the import takes half a second, which other tests do not need.
     from slab_det.export.settings import detector_settings
 
-    steps, detector = inference_steps(cfg), detector_settings(cfg)
+    steps, detector = find_test_pipeline(cfg), detector_settings(cfg)
     cfg.model = dict(type='ExportedDetector', file=file, pipeline=steps, detector=detector, **options)
     # The file holds its own weights, and training hooks would find no layers in it.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False

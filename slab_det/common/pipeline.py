@@ -22,7 +22,7 @@ from slab_det.common.errors import DataError, describe_reason
 Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
 
 
-def inference_steps(cfg: Config) -> list[dict]:
+def find_test_pipeline(cfg: Config) -> list[dict]:
     """Returns the transforms of ``test_dataloader``, else of ``val_dataloader``, else of training on an ImageFolder.
 
     Raises:

@@ -9,7 +9,7 @@ from mmengine.config import Config
 
 from slab_det.common.config import add_imports, detector_config, drop_pretrained, to_values, type_name
 from slab_det.common.errors import ConversionError
-from slab_det.common.pipeline import inference_steps
+from slab_det.common.pipeline import find_test_pipeline
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.run_folder import write_config
 
@@ -69,7 +69,7 @@ def write_tune_config(
         teacher_checkpoint=_absolute(teacher_checkpoint),
     )
     if images is not None:
-        dataset = dict(type='mmdet.ImageFolder', folder=_absolute(images), pipeline=inference_steps(cfg))
+        dataset = dict(type='mmdet.ImageFolder', folder=_absolute(images), pipeline=find_test_pipeline(cfg))
         dataset_meta = read_checkpoint(fused_checkpoint)['meta'].get('dataset_meta')
         if isinstance(dataset_meta, dict) and dataset_meta.get('classes'):
             # Only the classes: other entries, such as OpenImages' matrix, cannot be written to a config.

@@ -10,7 +10,7 @@ import torchvision
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from torch import Tensor, nn
 
-from slab_det.families.operators import EMPTY, BoxOperators, PriorGenerator, map_levels, set_apart
+from slab_det.families.operators import EMPTY, BoxOperators, PriorGenerator, map_levels, offset_groups
 from slab_det.norms.base import at_least_float32
 
 
@@ -20,7 +20,7 @@ class DynamicOperators(BoxOperators):
     def priors(self, generator: PriorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
         return torch.cat(generator.grid_priors(sizes, like.dtype, like.device))
 
-    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def topk(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         found, start = [], 0
         for i, logits in enumerate(levels):
             # The tracer would store the result of Python's min() as a constant.
@@ -32,7 +32,7 @@ class DynamicOperators(BoxOperators):
         scores, index, level = (torch.cat(column)[None] for column in zip(*found, strict=True))
         return scores, index, level
 
-    def best_above(self, levels: Sequence[Tensor], count: int, score_thr: Tensor) -> tuple[Tensor, Tensor]:
+    def topk_above(self, levels: Sequence[Tensor], count: int, score_thr: Tensor) -> tuple[Tensor, Tensor]:
         found, start = [], 0
         for scores in levels:
             above = _nonzero(scores > score_thr)
@@ -49,13 +49,13 @@ class DynamicOperators(BoxOperators):
         corners, scores = corners[index].reshape(-1, 4), scores[index]
         return corners, scores, index, self.stride(corners, scores), None
 
-    def is_number(self, scores: Tensor) -> None:
+    def first_is_number(self, scores: Tensor) -> None:
         return None
 
     def suppress(
         self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
     ) -> tuple[Tensor, Tensor]:
-        moved, scores = set_apart(corners, scores, groups, stride).reshape(-1, 4), scores.reshape(-1)
+        moved, scores = offset_groups(corners, scores, groups, stride).reshape(-1, 4), scores.reshape(-1)
         limit = limit if limit > 0 else torch.iinfo(torch.int32).max
         index = _Suppression.apply(moved, scores, iou_threshold, limit)
         return scores[index], index

@@ -19,7 +19,7 @@ import slab_det
 from slab_det.common.errors import ExportError
 from slab_det.common.files import whole_file
 from slab_det.common.modules import copy_module, input_channels, is_deployed
-from slab_det.common.pipeline import inference_steps
+from slab_det.common.pipeline import find_test_pipeline
 from slab_det.common.record import describe_code, to_plain
 from slab_det.common.tensors import check_finite
 from slab_det.export.backbones import make_size_free
@@ -184,7 +184,7 @@ def _describe_input(detector: nn.Module, divisor: int) -> dict:
     # build_detector stores the config here, as mmdet's init_detector does.
     cfg = getattr(detector, 'cfg', {})
     if cfg.get('test_dataloader') or cfg.get('val_dataloader'):
-        resize = find_resize(inference_steps(cfg))
+        resize = find_resize(find_test_pipeline(cfg))
     order = 'gray' if input_channels(detector) == 1 else 'BGR'
     image = dict(channel_order=order, range=[0, 255], resize=resize, size_divisor=divisor)
     return dict(image=image, **describe_preprocessor(detector.data_preprocessor))

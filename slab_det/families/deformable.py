@@ -138,13 +138,13 @@ def deployed_deformable(
         return layer
     if type(layer) is MSDeformAttnPixelDecoder:
         replace_layers(layer, partial(deployed_deformable, attention=attention))
-        if samples_here(layer):
+        if has_own_sampling(layer):
             layer.__class__ = SizedPixelDecoder
             return layer
     return None
 
 
-def samples_here(module: nn.Module) -> bool:
+def has_own_sampling(module: nn.Module) -> bool:
     """Whether all deformable attention in a module is :class:`DeformableAttention`."""
     layers = [layer for layer in module.modules() if isinstance(layer, MultiScaleDeformableAttention)]
     # A subclass with another forward may sample elsewhere.

@@ -11,7 +11,7 @@ from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
 from torch import Tensor, nn
 
 from slab_det.families.base import BoxFamily, Frame, Objects, check_part, find_part, nearest_base, require
-from slab_det.families.deformable import samples_here
+from slab_det.families.deformable import has_own_sampling
 from slab_det.families.operators import BoxOperators, clip
 
 # The methods by which a detector and its head predict: a subclass may override any other method.
@@ -34,7 +34,7 @@ class DeformableTransformer(BoxFamily):
         check_part(detector, 'detector', nearest_base(detector, (DeformableDETR, DINO)), TRANSFORMER)
         head = find_part(detector, 'bbox_head', nearest_base(detector.bbox_head, self.heads), PREDICTION)
         require('a bbox_head with sigmoid scores', head.loss_cls.use_sigmoid)
-        require("mmcv's own MultiScaleDeformableAttention", samples_here(detector))
+        require("mmcv's own MultiScaleDeformableAttention", has_own_sampling(detector))
 
     @property
     def test_cfgs(self) -> tuple[dict]:
@@ -66,4 +66,4 @@ class DeformableTransformer(BoxFamily):
         corners = clip(bbox_cxcywh_to_xyxy(boxes[query]) * frame.limits, frame.limits)
         if frame.scale is not None:
             corners = corners / frame.scale
-        return Objects(corners, scores, label, self.operators.is_number(scores))
+        return Objects(corners, scores, label, self.operators.first_is_number(scores))

@@ -23,7 +23,7 @@ from slab_det.families.base import (
     nearest_base,
     require,
 )
-from slab_det.families.operators import EMPTY, BoxOperators, flat
+from slab_det.families.operators import EMPTY, BoxOperators, to_rows
 from slab_det.families.regions import Regions, weigh_positions
 
 
@@ -101,8 +101,9 @@ class Dense(BoxFamily):
         head, operators, classes = self.detector.bbox_head, self.operators, self.detector.bbox_head.num_classes
         sizes = [x.shape[-2:] for x in logits]
         # A CPU rounds the sigmoid of a value by its position in memory, which is that in mmdet.
-        levels, boxes = [flat(x, classes).sigmoid().flatten() for x in logits], torch.cat([flat(x, 4) for x in boxes])
-        scores, index = operators.best_above(levels, head.test_cfg.nms_pre, score_thr)
+        levels = [to_rows(x, classes).sigmoid().flatten() for x in logits]
+        boxes = torch.cat([to_rows(x, 4) for x in boxes])
+        scores, index = operators.topk_above(levels, head.test_cfg.nms_pre, score_thr)
         prior, label = torch.div(index, classes, rounding_mode='floor'), index % classes
         priors = operators.priors(head.prior_generator, sizes, boxes)
         decode = operators.decode_distances if self.has_points else operators.decode
@@ -110,7 +111,7 @@ class Dense(BoxFamily):
         if frame.rescale is not None:
             corners = corners * frame.rescale
         for factor in factors:
-            factor = torch.cat([flat(x, 1)[:, 0].sigmoid() for x in factor])[prior]
+            factor = torch.cat([to_rows(x, 1)[:, 0].sigmoid() for x in factor])[prior]
             scores = torch.where(scores > EMPTY, scores * factor, EMPTY)
         if head.test_cfg.get('min_bbox_size', -1) >= 0:
             x1, y1, x2, y2 = corners.unbind(-1)
@@ -118,5 +119,5 @@ class Dense(BoxFamily):
         corners, scores, labels, exact, chosen = self.choose(scores, corners, lambda index: label[index])
         if exact is not None:
             # A factor may be NaN.
-            exact = exact & operators.is_number(scores)
+            exact = exact & operators.first_is_number(scores)
         return Objects(corners, scores, labels, exact), prior[chosen]

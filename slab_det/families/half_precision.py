@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from slab_det.common.errors import DeploymentError
 from slab_det.common.tensors import HALF_PRECISIONS
 from slab_det.compare.difference import RoundedArithmetic, round_weights
-from slab_det.families.deformable import SizedPixelDecoder, samples_here
+from slab_det.families.deformable import SizedPixelDecoder, has_own_sampling
 from slab_det.norms.base import at_least_float32
 
 # The forward of a head returns scores, deltas or logits; mmdet computes coordinates from them afterwards.
@@ -89,7 +89,7 @@ def _find_parts(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     if unknown is None:
         return parts + heads
     # Exact classes: a subclass may compute coordinates.
-    encoders = [part for part in model.modules() if type(part) in ENCODERS and samples_here(part)]
+    encoders = [part for part in model.modules() if type(part) in ENCODERS and has_own_sampling(part)]
     for part in (parts[-1], *encoders):
         part.register_forward_hook(_raise_outputs)
     parts += encoders

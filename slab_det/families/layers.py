@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.families.operators import flat
+from slab_det.families.operators import to_rows
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class FusedConv(nn.Conv2d):
         relu = relu or self.relu
         if self.kernel_size == self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1:
             product = linear_relu if relu else F.linear
-            out = product(flat(x, x.shape[1]), self.weight.flatten(1), self.bias)
+            out = product(to_rows(x, x.shape[1]), self.weight.flatten(1), self.bias)
             return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
         return self.convolve(x, relu)
 

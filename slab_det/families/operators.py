@@ -38,7 +38,7 @@ class BoxOperators(ABC):
         """
 
     @abstractmethod
-    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def topk(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Chooses the ``count`` anchors of each level with the largest logits (n_i,); all for a count below 1.
 
         Returns:
@@ -46,7 +46,7 @@ class BoxOperators(ABC):
             all levels; and their levels; each (G, K).
         """
 
-    def best_above(self, levels: Sequence[Tensor], count: int, score_thr: float | Tensor) -> tuple[Tensor, Tensor]:
+    def topk_above(self, levels: Sequence[Tensor], count: int, score_thr: float | Tensor) -> tuple[Tensor, Tensor]:
         """Chooses the ``count`` scores (n_i,) of each level that are the largest above ``score_thr``.
 
         Returns:
@@ -70,7 +70,7 @@ class BoxOperators(ABC):
             whether every box was chosen that has a score, or None if the operators always choose all of them.
         """
 
-    def is_number(self, scores: Tensor) -> Tensor | None:
+    def first_is_number(self, scores: Tensor) -> Tensor | None:
         """Whether the first score is a number; None if the operators have no empty slots."""
         # mmdet ranks a NaN score first; a slot whose score is NaN counts as empty.
         return scores[0] == scores[0]
@@ -83,9 +83,9 @@ class BoxOperators(ABC):
 
         Args:
             corners: G batches of K boxes, (G, K, 4).
-            scores: (G, K), in the order of :meth:`best`.
+            scores: (G, K), in the order of :meth:`topk`.
             groups: The level or the label of each box, (G, K).
-            stride: Result of :meth:`stride`, by which :func:`set_apart` moves the groups apart.
+            stride: Result of :meth:`stride`, by which :func:`offset_groups` moves the groups apart.
             iou_threshold: Two boxes overlap if their IoU is larger.
             limit: The most boxes that are kept; all for a limit below 1.
 
@@ -174,7 +174,7 @@ class BoxOperators(ABC):
         return torch.cat([corners.reshape(-1), corners.new_zeros(1)]).max() + 1
 
 
-def flat(x: Tensor, channels: int) -> Tensor:
+def to_rows(x: Tensor, channels: int) -> Tensor:
     """Reshapes maps (N, n * channels, H, W) to one row per anchor, (N * H * W * n, channels)."""
     return x.permute(0, 2, 3, 1).reshape(-1, channels)
 
@@ -198,8 +198,8 @@ def numbers(values: tuple, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:
-    """Moves boxes (..., 4) of different groups apart, with the same rounding as mmcv.
+def offset_groups(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:
+    """Moves boxes (..., 4) of different groups apart by an offset of each group, rounded as in mmcv's batched NMS.
 
     Empty slots get boxes without area, which suppress nothing.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slab_det.families.base import Frame, Objects, require
 from slab_det.families.dense import Dense
-from slab_det.families.operators import BoxOperators, flat
+from slab_det.families.operators import BoxOperators, to_rows
 
 
 class RTMDetIns(Dense):
@@ -38,7 +38,7 @@ class RTMDetIns(Dense):
         found, prior = self.find_objects(logits, boxes, (), frame, score_thr)
         points = operators.priors(head.prior_generator, [x.shape[-2:] for x in logits], kernels[0])
         strides = [stride for stride, _ in head.prior_generator.strides]
-        strides = [torch.full_like(flat(x, 4)[:, :2], stride) for x, stride in zip(boxes, strides, strict=True)]
-        kernels = torch.cat([flat(x, head.num_gen_params) for x in kernels])[prior]
+        strides = [torch.full_like(to_rows(x, 4)[:, :2], stride) for x, stride in zip(boxes, strides, strict=True)]
+        kernels = torch.cat([to_rows(x, head.num_gen_params) for x in kernels])[prior]
         centers = torch.cat([points, torch.cat(strides)], 1)[prior]
         return found._replace(mask_logits=(operators.draw_masks(head, prototypes[0], kernels, centers),))

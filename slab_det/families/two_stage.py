@@ -32,7 +32,7 @@ from slab_det.families.base import (
 )
 from slab_det.families.channels import tower_channels
 from slab_det.families.layers import FusedConv, linear_relu
-from slab_det.families.operators import EMPTY, BoxOperators, can_pool, flat
+from slab_det.families.operators import EMPTY, BoxOperators, can_pool, to_rows
 from slab_det.families.regions import BEST, DETECTIONS, PROPOSALS, Regions, weigh_positions
 from slab_det.norms.folds import Channels, register_folds
 
@@ -160,10 +160,10 @@ class TwoStage(BoxFamily):
 
     def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         proposals = self.propose(features, frame.limits)
-        is_number = self.operators.is_number(proposals[1])
+        first_is_number = self.operators.first_is_number(proposals[1])
         corners, scores, labels, exact = self.classify(features, proposals, frame, score_thr)
         if exact is not None:
-            exact = exact & is_number
+            exact = exact & first_is_number
         if not self.has_masks:
             return Objects(corners, scores, labels, exact)
         mask_logits = self.find_masks(features, corners, scores, labels)
@@ -185,7 +185,7 @@ class TwoStage(BoxFamily):
         head, operators = self.detector.rpn_head, self.operators
         levels, deltas, sizes = self.rpn(features)
         priors = operators.priors(head.prior_generator, sizes, deltas)
-        scores, index, level = operators.best(levels, head.test_cfg.get('nms_pre', -1))
+        scores, index, level = operators.topk(levels, head.test_cfg.get('nms_pre', -1))
         corners = operators.decode(head.bbox_coder, priors, deltas, limits, index)
         smallest = head.test_cfg.get('min_bbox_size', -1)
         if smallest >= 0:
@@ -275,13 +275,13 @@ class RPN:
     def __call__(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, list[tuple]]:
         if not self.merged:
             logits, deltas = self.head(features)
-            levels, deltas = [flat(x, 1).flatten() for x in logits], torch.cat([flat(x, 4) for x in deltas])
+            levels, deltas = [to_rows(x, 1).flatten() for x in logits], torch.cat([to_rows(x, 4) for x in deltas])
             return levels, deltas, [x.shape[-2:] for x in logits]
         sizes = [len(x) * x.shape[2] * x.shape[3] for x in features]
         outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
         for part, x in zip(outputs.split(sizes), features, strict=True):
             hidden = self.head.rpn_conv(x.to(self.weight.dtype), relu=True)
-            torch.addmm(self.bias, flat(hidden, hidden.shape[1]), self.weight.t(), out=part)
+            torch.addmm(self.bias, to_rows(hidden, hidden.shape[1]), self.weight.t(), out=part)
         anchors = self.head.rpn_cls.out_channels
         logits, deltas = outputs[:, :anchors].float(), outputs[:, anchors : 5 * anchors]
         levels = list(logits.flatten().split([anchors * size for size in sizes]))
@@ -359,7 +359,7 @@ class MaskHead:
         for conv in head.convs:
             x = conv(x)
         count, _, height, width = x.shape
-        x = linear_relu(flat(x, x.shape[1]), self.up_weight, self.up_bias).view(count, height * width * 4, -1)
+        x = linear_relu(to_rows(x, x.shape[1]), self.up_weight, self.up_bias).view(count, height * width * 4, -1)
         weight, bias = head.conv_logits.weight.flatten(1)[labels], head.conv_logits.bias[labels]
         logits = torch.bmm(x, weight[:, :, None])[..., 0].float() + bias[:, None].float()
         return logits.view(count, height, width, 2, 2).transpose(2, 3).reshape(count, 2 * height, 2 * width)

@@ -83,11 +83,11 @@ def find_channels(model: nn.Module) -> dict[str, ChannelUnit]:
             tokens = tuple((join_names(owner, name) or owner, side) for name, side in values.tokens)
             name = join_names(owner, values.name) or owner
             unit = ChannelUnit(name, owner, *layers, values.heads, tokens, values.levels, values.maps)
-            units[unit.name] = _check(model, unit, uses)
+            units[unit.name] = _with_count(model, unit, uses)
     return units
 
 
-def _check(model: nn.Module, unit: ChannelUnit, uses: Mapping[int, int]) -> ChannelUnit:
+def _with_count(model: nn.Module, unit: ChannelUnit, uses: Mapping[int, int]) -> ChannelUnit:
     """Returns the unit with its number of channels, or with the reason why none can be removed."""
     writers, between, readers = (
         [model.get_submodule(name) for name in names] for names in (unit.writers, unit.between, unit.readers)
@@ -100,7 +100,7 @@ def _check(model: nn.Module, unit: ChannelUnit, uses: Mapping[int, int]) -> Chan
         if type(layer) not in kinds and not _is_depthwise(layer):
             reason = f'a {type(layer).__name__} stands between its layers'
     for layer in (*writers, *readers):
-        if output_parameters(layer) is None or getattr(layer, 'groups', 1) > 1 or not _is_apart(layer):
+        if output_parameters(layer) is None or getattr(layer, 'groups', 1) > 1 or not _has_disjoint_windows(layer):
             reason = f'one of its layers is a {type(layer).__name__}, or computes its weight'
     if any(uses[id(p)] > 1 for layer in (*writers, *between, *readers) for p in layer.parameters()):
         reason = 'its layers share weights with others'
@@ -113,7 +113,7 @@ def _is_depthwise(layer: nn.Module) -> bool:
     return type(layer) in CONV and layer.groups == layer.in_channels == layer.out_channels
 
 
-def _is_apart(layer: nn.Module) -> bool:
+def _has_disjoint_windows(layer: nn.Module) -> bool:
     """Whether each output of a layer, if it is a transposed convolution, reads one position of the input."""
     if type(layer) not in CONV_TRANSPOSE:
         return True

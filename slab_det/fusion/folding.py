@@ -24,7 +24,7 @@ from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, find_hooks, fi
 
 LIBRARY_RULES.update(timm='slab_det.fusion.timm_rules', mmpretrain='slab_det.fusion.mmpretrain_rules')
 # Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.
-LIVE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
 
 
@@ -130,10 +130,10 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     if not inplace:
         model = copy_module(model)
     adopt(model)
-    return apply_folds(model, [*past_report(model).norms, *plan_folds(model)])
+    return apply_folds(model, [*earlier_report(model).norms, *plan_folds(model)])
 
 
-def past_report(model: nn.Module) -> FusionReport:
+def earlier_report(model: nn.Module) -> FusionReport:
     """The part of ``model.fusion_report`` that stays valid: norms replaced and channels removed by earlier calls."""
     report = getattr(model, 'fusion_report', FusionReport([]))
     return FusionReport([fusion for fusion in report.norms if fusion.outcome != 'kept'], report.channels)
@@ -151,7 +151,7 @@ def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[N
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     fusions = []
-    for name, norm in named_norms(model, OfflineNorm, *LIVE_NORMS):
+    for name, norm in named_norms(model, OfflineNorm, *OTHER_NORMS):
         kind = type(norm).__name__
         if not isinstance(norm, OfflineNorm) and norm not in absorbed:
             fusions.append(NormFusion(name, kind, 'kept', reason='not an offline norm of slab_det'))
@@ -185,10 +185,10 @@ def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
     Raises:
         FusionError: If ``model`` has other norms or layers than the model that the plan was made for.
     """
-    past = past_report(model)
+    earlier = earlier_report(model)
     try:
         for fusion in fusions:
-            if fusion not in past.norms:
+            if fusion not in earlier.norms:
                 apply_fold(model, fusion)
     except (AttributeError, CannotFold) as error:
         raise FusionError(f'{fusion.norm}: the folds belong to another model: {error}') from error
@@ -198,7 +198,7 @@ def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
     if not hasattr(model, 'fusion_report'):
         # Unfused weights have many of the fused model's keys and shapes.
         model.register_load_state_dict_pre_hook(check_state_dict)
-    model.fusion_report = FusionReport(fusions, dict(past.channels))
+    model.fusion_report = FusionReport(fusions, dict(earlier.channels))
     return model
 
 

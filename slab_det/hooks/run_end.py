@@ -14,7 +14,7 @@ from slab_det.checkpoints import build_detector
 from slab_det.common.config import detector_config, type_name
 from slab_det.common.distributed import unwrap
 from slab_det.common.errors import CheckpointError, ConfigError, name_some
-from slab_det.common.pipeline import inference_steps
+from slab_det.common.pipeline import find_test_pipeline
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 
@@ -56,7 +56,7 @@ def build_for_end(runner: Runner, pipeline: str) -> BaseModel:
             f'{INSTEAD}; of a semi-supervised detector take model.teacher'
         )
     if pipeline == 'test':
-        inference_steps(cfg)
+        find_test_pipeline(cfg)
     model = build_detector(cfg)
     set_gamma(model, 0.0)
     # Only a collective call returns the weights of FSDP, under the same names.

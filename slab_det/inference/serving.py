@@ -17,7 +17,7 @@ from slab_det.common.config import open_config
 from slab_det.common.errors import ConfigError, DataError, DeploymentError, ExportError
 from slab_det.common.memory import keep_freed_memory
 from slab_det.common.numbers import check_threads
-from slab_det.common.pipeline import Image, ImagePipeline, inference_steps
+from slab_det.common.pipeline import Image, ImagePipeline, find_test_pipeline
 from slab_det.families.masks import check_mask_format, encode_masks
 from slab_det.fusion.folding import check_statistics, fuse
 from slab_det.inference.deployment import deploy
@@ -163,7 +163,7 @@ def load_detector(
     cfg = open_config(config)
     load = _load_exported if RUNTIMES[runtime].module else _load_checkpoint
     model, meta = load(cfg, str(weights), runtime, device, masks, options)
-    return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()))
+    return ServedDetector(model, find_test_pipeline(cfg), (meta or {}).get('classes', ()))
 
 
 def _load_checkpoint(
@@ -194,7 +194,7 @@ def _load_exported(
 
     enter_scope(cfg)
     detector = detector_settings(cfg)
-    model = ExportedDetector(weights, inference_steps(cfg), masks, detector, runtime=runtime, **options).eval()
+    model = ExportedDetector(weights, find_test_pipeline(cfg), masks, detector, runtime=runtime, **options).eval()
     return model, model.runtime.metadata.get('dataset_meta')
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from slab_det.fusion.folding import LIVE_NORMS
+from slab_det.fusion.folding import OTHER_NORMS
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms
 
 
@@ -40,7 +40,7 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> M
         multiply_adds=count_multiply_adds(forward),
         parameters=sum(parameter.numel() for parameter in parts.parameters()),
         # A norm that contains others (PRepBN) counts once.
-        norms_left=sum(1 for _ in named_norms(parts, OfflineNorm, *LIVE_NORMS, ChannelAffine)),
+        norms_left=sum(1 for _ in named_norms(parts, OfflineNorm, *OTHER_NORMS, ChannelAffine)),
     )
 
 

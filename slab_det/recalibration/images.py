@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from slab_det.common.config import type_name, walk_datasets
 from slab_det.common.errors import DataError
-from slab_det.common.pipeline import inference_steps
+from slab_det.common.pipeline import find_test_pipeline
 from slab_det.common.random_state import fixed_random_state
 from slab_det.runtime.registries import enter_scope
 
@@ -48,7 +48,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         # Evenly spaced indices of a repeated dataset could give the same few images.
         dataset = dataset['dataset']
     if pipeline == 'test':
-        steps = inference_steps(cfg)
+        steps = find_test_pipeline(cfg)
         for part in walk_datasets(dataset):
             is_wrapper = 'dataset' in part or 'datasets' in part
             # Wrappers that mix images have a pipeline of their own, which must not change test images.
@@ -90,7 +90,7 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
     from slab_det.data import ImageFolder
 
     enter_scope(cfg)
-    images = RepeatableImages(ImageFolder(folder, inference_steps(cfg)), num_images, test_mode=True)
+    images = RepeatableImages(ImageFolder(folder, find_test_pipeline(cfg)), num_images, test_mode=True)
     _leave_out_unreadable(images, folder)
     return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
 

@@ -114,7 +114,7 @@ def test_decode(clip):
 def test_choice_of_anchors_and_candidates():
     """Two levels have fewer anchors than asked for; no two scores are equal."""
     levels = [torch.randn(count, device=DEVICE) for count in (30, 7, 1)]
-    found, expected = FixedOperators().best(levels, 9), EagerOperators().best(levels, 9)
+    found, expected = FixedOperators().topk(levels, 9), EagerOperators().topk(levels, 9)
     there = expected[0] > EMPTY
     assert there.sum() == 9 + 7 + 1
     torch.testing.assert_close(found[0], expected[0])
@@ -130,7 +130,7 @@ def test_choice_of_scores_above_a_threshold():
     """The second level has fewer above the threshold than asked for, the third has none, and a NaN is not above."""
     levels = [torch.randn(30, device=DEVICE), torch.tensor([2.0, -3, torch.nan, 1], device=DEVICE) - 0.5]
     scored = [level.sigmoid() for level in (*levels, torch.full((5,), -9.0, device=DEVICE))]
-    (scores, index), expected = (kind().best_above(scored, 3, 0.5) for kind in (FixedOperators, EagerOperators))
+    (scores, index), expected = (kind().topk_above(scored, 3, 0.5) for kind in (FixedOperators, EagerOperators))
     assert torch.equal(scores, expected[0]) and (scores > EMPTY).tolist() == [True] * 5 + [False] * 4
     assert torch.equal(index[:5], expected[1][:5]) and index[3:5].tolist() == [30, 33]
 

@@ -43,7 +43,7 @@ from torch import nn
 import slab_det
 from slab_det.checkpoints import build_detector
 from slab_det.common.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
-from slab_det.common.pipeline import ImagePipeline, inference_steps
+from slab_det.common.pipeline import ImagePipeline, find_test_pipeline
 from slab_det.common.record import write_record
 from slab_det.data import SyntheticShapes
 from slab_det.export import check_parity, export_onnx, in_onnxruntime, load_runtime, random_images
@@ -191,7 +191,7 @@ def test_a_runtime_starts_no_more_threads_than_this_process_may_use(files, monke
 @pytest.mark.parametrize('kind', SEGMENTERS)
 @pytest.mark.parametrize('instance_on', [True, False])
 def test_a_segmenter_returns_all_that_it_predicts(kind, instance_on, files):
-    model, steps = segmenter(kind), inference_steps(Config.fromfile(files[0]))
+    model, steps = segmenter(kind), find_test_pipeline(Config.fromfile(files[0]))
     model.panoptic_fusion_head.test_cfg.instance_on = instance_on
     data = ImagePipeline(steps)(IMAGES[0])
     with torch.no_grad():
@@ -407,7 +407,7 @@ def test_server_does_not_start_without_a_detector_of_instances(files, call, tmp_
         ((tmp_path, '--dtype', 'bfloat16'), 'leave dtype= out'),
     ):
         assert message in call('serve.py', *arguments, code=1).err, arguments
-    model, steps = segmenter('MaskFormer'), inference_steps(Config.fromfile(files[0]))
+    model, steps = segmenter('MaskFormer'), find_test_pipeline(Config.fromfile(files[0]))
     monkeypatch.setitem(model.panoptic_fusion_head.test_cfg, 'instance_on', False)
     monkeypatch.setattr(slab_det, 'load_detector', lambda *_, **__: ServedDetector(model, steps))
     error = call('serve.py', *files[:2], code=1).err

@@ -252,7 +252,7 @@ class FixedOperators(BoxOperators):
     def priors(self, generator: PriorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
         return anchors(generator, tuple(sizes), like.device)
 
-    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def topk(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         sizes, device = tuple(len(level) for level in levels), levels[0].device
         width = max(sizes)
         count = min(count, width) if count > 0 else width
