@@ -15,7 +15,7 @@ from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.common.record import format_ratio, format_table
 from slab_det.measure.figure import save_figure
 from slab_det.optimization.pictures import loss_figure
-from slab_det.runtimes import RUNTIMES
+from slab_det.precisions import RUNTIMES
 
 PICTURED = FOLDER / 'optimize_bccd.json'
 COPIED = (

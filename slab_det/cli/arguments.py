@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from slab_det.measure import SCOPES
-from slab_det.runtimes import precisions
+from slab_det.precisions import precisions_of
 
 
 class ConfigOptions(argparse.Action):
@@ -51,7 +51,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
     )
     group.add_argument('--scope', choices=SCOPES, default='detector', help='timed part (default %(default)s)')
     group.add_argument(
-        '--dtype', choices=precisions('eager'), default='float32', help='float16 and bfloat16 use autocast'
+        '--dtype', choices=precisions_of('eager'), default='float32', help='float16 and bfloat16 use autocast'
     )
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
     group.add_argument('--image', metavar='FILE', help='input image')

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slab_det.cli import command
-from slab_det.runtimes import written_precisions
+from slab_det.precisions import written_precisions
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from slab_det.cli import command
-from slab_det.runtimes import EXPORT_RUNTIMES, precisions
+from slab_det.precisions import EXPORT_RUNTIMES, precisions_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--runtime', choices=('torch', *EXPORT_RUNTIMES), default='torch')
     parser.add_argument('--device', help="'cpu' or 'cuda:N', with 'torch' (default: a GPU if there is one)")
     parser.add_argument('--masks', choices=('full', 'rle'), default='full', help='rle: one mask in memory at a time')
-    parser.add_argument('--dtype', choices=precisions('torch'), help="of the layers, with 'torch'")
+    parser.add_argument('--dtype', choices=precisions_of('torch'), help="of the layers, with 'torch'")
     parser.add_argument(
         '--processes', type=int, metavar='N', help='detectors in memory (default: one a processor; on a GPU one)'
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slab_det.cli import command
 from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, latency_options
-from slab_det.runtimes import EXPORT_RUNTIMES, written_precisions
+from slab_det.precisions import EXPORT_RUNTIMES, written_precisions
 
 if TYPE_CHECKING:
     from torch import nn

@@ -3,7 +3,7 @@
 import argparse
 
 from slab_det.cli import command, test
-from slab_det.runtimes import EXPORT_RUNTIMES, TABLE, precision_arguments
+from slab_det.precisions import EXPORT_RUNTIMES, TABLE, precision_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,10 @@ from mmengine.utils import apply_to
 from torch import Tensor, nn
 
 from slab_det.common.errors import SlabDetError, name_some
-from slab_det.runtimes import precisions
+from slab_det.precisions import precisions_of
 
 # The precisions in which PyTorch runs a detector, but for float32.
-HALF_PRECISIONS = tuple(getattr(torch, name) for name in precisions('torch') if name != 'float32')
+HALF_PRECISIONS = tuple(getattr(torch, name) for name in precisions_of('torch') if name != 'float32')
 
 
 def tensors_in(outputs: object) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slab_det.common.errors import name_some
 from slab_det.common.tensors import HALF_PRECISIONS, map_tensors, tensors_in
 from slab_det.norms.folds import CONV, CONV_TRANSPOSE, LINEAR
-from slab_det.runtimes import find_row
+from slab_det.precisions import find_row
 
 # Rounding the result is an error of at most half an eps; some kernels round partial sums too.
 MAX_EPS = 8

@@ -11,7 +11,7 @@ import numpy as np
 
 from slab_det.common.errors import ExportError
 from slab_det.machine import MACHINE
-from slab_det.runtimes import RUNTIMES
+from slab_det.precisions import RUNTIMES
 
 # Takes a file, or its content, the number of threads and the precision.
 Start = Callable[[str | bytes, int, str], Callable[[np.ndarray], list[np.ndarray]]]

@@ -17,7 +17,7 @@ from slab_det.common.errors import ExportError
 from slab_det.common.numbers import check_threads
 from slab_det.export.extras import find_start, import_extra
 from slab_det.export.int8_sums import cuts_off_int8_sums
-from slab_det.runtimes import EXPORT_RUNTIMES, precision_arguments
+from slab_det.precisions import EXPORT_RUNTIMES, precision_arguments
 
 METADATA_KEY = 'slab_det'
 Run = Callable[[np.ndarray], dict[str, np.ndarray]]

@@ -30,7 +30,7 @@ from slab_det.export.settings import describe_preprocessor, find_resize
 from slab_det.families.half_precision import keep_boxes_float32, lower_precision
 from slab_det.norms import named_offline_norms
 from slab_det.norms.folds import find_hooks
-from slab_det.runtimes import written_precisions
+from slab_det.precisions import written_precisions
 
 EXPORT_SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 # RoiAlign has half-pixel coordinates from opset 16 on; PyTorch 2.6 writes none after 20. ONNX Runtime has no kernel for

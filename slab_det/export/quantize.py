@@ -21,7 +21,7 @@ from slab_det.export.in_onnxruntime import in_file_order
 from slab_det.export.int8_sums import cuts_off_int8_sums
 from slab_det.export.loaded_file import METADATA_KEY, read_exported
 from slab_det.families import EXPORTED
-from slab_det.runtimes import EXPORT_RUNTIMES
+from slab_det.precisions import EXPORT_RUNTIMES
 
 # Parts of the node names of layers that stay in float32. The first layer reads pixels, and is a hundredth of the work.
 # The others predict boxes and masks: one int8 step of a delta moves a large anchor by pixels.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slab_det.runtimes import RUNTIMES, TABLE, find_missing, find_row
+from slab_det.precisions import RUNTIMES, TABLE, find_missing, find_row
 
 # Options of slab_det.absorb for each budget of hidden channels, from many to few, by the name of the variant.
 CHANNELS = {
@@ -29,7 +29,7 @@ class Form:
 
     Attributes:
         runtime: A runtime of :func:`slab_det.load_detector`.
-        precision: 'float32', 'bfloat16', 'float16' or 'int8', for most layers; see :mod:`slab_det.runtimes`.
+        precision: 'float32', 'bfloat16', 'float16' or 'int8', for most layers; see :mod:`slab_det.precisions`.
         variant: What absorption removed: names of :data:`CHANNELS` and :data:`NORMS`; () for the original detector.
     """
 

@@ -24,8 +24,8 @@ from slab_det.inference.deployment import deploy
 from slab_det.inference.folder import find_stored
 from slab_det.machine import find_device
 from slab_det.norms import named_offline_norms
+from slab_det.precisions import RUNTIMES
 from slab_det.runtime.registries import enter_scope
-from slab_det.runtimes import RUNTIMES
 
 # The process that imported this module, or the last fork of it that mend_threads has seen.
 _process = os.getpid()

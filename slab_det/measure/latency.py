@@ -25,7 +25,7 @@ from slab_det.machine import find_device
 from slab_det.measure import SCOPES
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.timer import compare_times, time_in_turns
-from slab_det.runtimes import precisions
+from slab_det.precisions import precisions_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def measure_latency(
         SlabDetError: For an unknown scope or dtype, no rounds, an impossible size or number of threads, a device that
             PyTorch does not see, a model that was deployed on another device, or an image that cannot be decoded.
     """
-    for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, precisions('eager'))):
+    for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, precisions_of('eager'))):
         if value not in known:
             raise SlabDetError(f'{what} {value!r} is not one of {", ".join(known)}')
     check_conditions(rounds, warmup, size, threads)

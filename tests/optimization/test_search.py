@@ -20,7 +20,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
-from slab_det import runtimes
+from slab_det import precisions
 from slab_det.common import memory
 from slab_det.common.errors import ConfigError, DataError, DeploymentError, ExportError, SlabDetError
 from slab_det.common.files import locked
@@ -338,7 +338,7 @@ def test_a_machine_that_lacks_what_the_form_needs_is_refused(
 ) -> None:
     folder = chosen('onnxruntime')
     with monkeypatch.context() as patch:
-        patch.setattr(runtimes, 'find_spec', lambda name: None if name == 'onnxruntime' else name)
+        patch.setattr(precisions, 'find_spec', lambda name: None if name == 'onnxruntime' else name)
         with pytest.raises(DeploymentError) as refused:
             slab_det.load_detector(folder)
         assert re.search(
@@ -512,7 +512,7 @@ def test_a_full_disk_is_named(files: Path, tmp_path: Path) -> None:
 
 
 def test_missing_extras_are_named(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, 'find_spec', lambda name: None)
+    monkeypatch.setattr(precisions, 'find_spec', lambda name: None)
     monkeypatch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
     # PyTorch computes bfloat16 everywhere, if slowly.
     pretend_machine('avx512', monkeypatch)

@@ -18,8 +18,8 @@ import slab_det
 from slab_det import export
 from slab_det.cli import COMMANDS
 from slab_det.fusion.affine import fold_into_output
+from slab_det.precisions import EXPORT_RUNTIMES
 from slab_det.recalibration import PIPELINES
-from slab_det.runtimes import EXPORT_RUNTIMES
 
 TOOLS = CONFIGS.parent / 'tools'
 

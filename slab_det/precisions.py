@@ -1,4 +1,4 @@
-"""The runtimes of a detector: one table of runtime, device and precision, with what the machine must have for each.
+"""The precisions of a detector: one table of runtime, device and precision, and what the machine must have for each.
 
 Every command, ``load_detector``, ``optimize`` and the export read it. A new precision is a row of :data:`TABLE`; a new
 runtime of exported files is an entry of :data:`RUNTIMES`, its rows, and the module that the entry names. Imports no
@@ -62,14 +62,16 @@ class Row(NamedTuple):
     is_written: bool = False
 
 
-OF_FILES = ('threads', 'precision')
+FILE_OPTIONS = ('threads', 'precision')
 RUNTIMES = {
     'eager': Runtime('eager'),
     'torch': Runtime('deployed', ('dtype',)),
     'onnxruntime': Runtime(
-        'ONNX Runtime', OF_FILES, 'slab_det.export.in_onnxruntime', ('onnx', 'onnxruntime'), extra='onnx'
+        'ONNX Runtime', FILE_OPTIONS, 'slab_det.export.in_onnxruntime', ('onnx', 'onnxruntime'), extra='onnx'
     ),
-    'openvino': Runtime('OpenVINO', OF_FILES, 'slab_det.export.in_openvino', ('onnx', 'openvino'), extra='openvino'),
+    'openvino': Runtime(
+        'OpenVINO', FILE_OPTIONS, 'slab_det.export.in_openvino', ('onnx', 'openvino'), extra='openvino'
+    ),
 }
 GPU = Need('a GPU that PyTorch sees', lambda: MACHINE.has_gpu)
 FLOAT16 = Need('a CPU that multiplies float16 (AVX-512 FP16)', lambda: MACHINE.multiplies_float16)
@@ -101,7 +103,7 @@ TABLE = (
 EXPORT_RUNTIMES = tuple(name for name, runtime in RUNTIMES.items() if runtime.module)
 
 
-def precisions(runtime: str) -> tuple[str, ...]:
+def precisions_of(runtime: str) -> tuple[str, ...]:
     """The precisions of a runtime, on any device."""
     return tuple(dict.fromkeys(row.precision for row in TABLE if row.runtime == runtime))
 
