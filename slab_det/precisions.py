@@ -20,7 +20,7 @@ class Runtime(NamedTuple):
     Attributes:
         title: Its name in tables.
         options: The options of :func:`slab_det.load_detector` that it takes.
-        module: The module whose ``start`` loads an exported file; '' for PyTorch, which runs checkpoints.
+        module: The module whose ``load`` loads an exported file; '' for PyTorch, which runs checkpoints.
         packages: What must be installed besides PyTorch.
         extra: The extra of slab_det that installs them.
     """

@@ -42,7 +42,7 @@ from slab_det.machine import MACHINE
 from slab_det.common import memory
 from slab_det.common.errors import SlabDetError, describe_error
 from slab_det.export import in_onnxruntime, in_openvino
-from slab_det.export.extras import Start, limit_threads
+from slab_det.export.extras import Loader, limit_threads
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(
@@ -99,23 +99,23 @@ mmengine.runner.runner.collect_env = cache(mmengine.runner.runner.collect_env)
 mmengine.dataset.base_dataset.gc = SimpleNamespace(collect=lambda: 0)
 
 
-def share_sessions(start: Start) -> Start:
+def share_sessions(load: Loader) -> Loader:
     """Loads a file once in this process: a session takes longer to make than a small file to run."""
-    load, process = lru_cache(8)(start), os.getpid()
+    load_once, process = lru_cache(8)(load), os.getpid()
 
-    @wraps(start)
+    @wraps(load)
     def shared(model: str | bytes, threads: int, precision: str = 'f32'):
         if os.getpid() != process:
             # A fork has no threads of the sessions that it inherits: to drop one from the cache would wait for ever.
-            return start(model, threads, precision)
+            return load(model, threads, precision)
         content = model if isinstance(model, bytes) else Path(model).read_bytes()
-        return load(content, limit_threads(threads), precision)
+        return load_once(content, limit_threads(threads), precision)
 
     return shared
 
 
 for runtime in (in_onnxruntime, in_openvino):
-    runtime.start = share_sessions(runtime.start)
+    runtime.load = share_sessions(runtime.load)
 
 
 def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:

@@ -14,7 +14,7 @@ from slab_det.machine import MACHINE
 from slab_det.precisions import RUNTIMES
 
 # Takes a file, or its content, the number of threads and the precision.
-Start = Callable[[str | bytes, int, str], Callable[[np.ndarray], list[np.ndarray]]]
+Loader = Callable[[str | bytes, int, str], Callable[[np.ndarray], list[np.ndarray]]]
 
 
 def import_extra(name: str) -> ModuleType:
@@ -37,6 +37,6 @@ def limit_threads(threads: int) -> int:
     return threads or (MACHINE.processors if is_limited else 0)
 
 
-def find_start(runtime: str) -> Start:
+def find_loader(runtime: str) -> Loader:
     """The function that loads an exported file in a runtime, from the module that :data:`RUNTIMES` names."""
-    return import_module(RUNTIMES[runtime].module).start
+    return import_module(RUNTIMES[runtime].module).load

@@ -12,7 +12,7 @@ from slab_det.export.extras import import_extra, limit_threads
 from slab_det.machine import openvino_core
 
 
-def start(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:
+def load(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:
     """Loads a file, or its content; returns the function from its input to its outputs.
 
     Raises:

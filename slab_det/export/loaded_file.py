@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slab_det.common.errors import ExportError
 from slab_det.common.numbers import check_threads
-from slab_det.export.extras import find_start, import_extra
+from slab_det.export.extras import find_loader, import_extra
 from slab_det.export.int8_sums import cuts_off_int8_sums
 from slab_det.precisions import EXPORT_RUNTIMES, precision_arguments
 
@@ -94,7 +94,7 @@ def load_runtime(
 
     def load(score_thr: float | None) -> LoadedFile:
         source = str(path) if score_thr is None else _set_threshold(path, score_thr)
-        run = find_start(runtime)(source, threads, precision)
+        run = find_loader(runtime)(source, threads, precision)
 
         def run_named(image: np.ndarray) -> dict[str, np.ndarray]:
             height, width = image.shape[2:]

@@ -54,10 +54,10 @@ def test_facts_that_no_file_can_hold_are_refused_before_the_trace(small_detector
 SIGNALS = """
 import os, signal
 from slab_det.export.int8_sums import largest_product
-from slab_det.export.in_openvino import start
+from slab_det.export.in_openvino import load
 
 signal.signal(signal.SIGUSR1, lambda *_: print('handled'))
-files = [start(largest_product(), threads=1) for _ in range(3)]
+files = [load(largest_product(), threads=1) for _ in range(3)]
 while files:
     # The oldest first, as a server does that replaces its files.
     del files[0]

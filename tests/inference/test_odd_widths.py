@@ -12,7 +12,7 @@ from mmdet.registry import MODELS
 
 import slab_det
 from slab_det.export import ExportError, export_onnx, int8_sums, load_runtime, loaded_file, quantize_onnx
-from slab_det.export.extras import find_start
+from slab_det.export.extras import find_loader
 from slab_det.export.int8_sums import SIDE, cuts_off_int8_sums
 
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
@@ -75,7 +75,7 @@ def test_a_file_whose_sums_do_not_fit_this_cpu_is_told(small_detector, tmp_path,
 @pytest.mark.parametrize('runtime', ['onnxruntime', 'openvino'])
 def test_runtimes_are_asked_whether_sums_fit(runtime, monkeypatch):
     pytest.importorskip(runtime)
-    plain = find_start(runtime)
+    plain = find_loader(runtime)
 
     def cut(source, **options):
         run = plain(source, **options)
@@ -83,7 +83,7 @@ def test_runtimes_are_asked_whether_sums_fit(runtime, monkeypatch):
 
     # ONNX Runtime has its own kernels, and may cut off sums too.
     assert cuts_off_int8_sums(runtime) in (True, False)
-    monkeypatch.setattr(int8_sums, 'find_start', lambda name: cut)
+    monkeypatch.setattr(int8_sums, 'find_loader', lambda name: cut)
     assert cuts_off_int8_sums.__wrapped__(runtime)
 
 

@@ -173,7 +173,7 @@ def test_a_runtime_starts_no_more_threads_than_this_process_may_use(files, monke
     import onnxruntime
 
     asked = []
-    monkeypatch.setattr(in_onnxruntime, 'start', in_onnxruntime.start.__wrapped__)
+    monkeypatch.setattr(in_onnxruntime, 'load', in_onnxruntime.load.__wrapped__)
     monkeypatch.setattr(os, 'cpu_count', lambda: 64)
     monkeypatch.setattr(
         onnxruntime, 'InferenceSession', lambda _, options, **__: asked.append(options.intra_op_num_threads)
