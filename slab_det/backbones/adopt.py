@@ -20,7 +20,7 @@ from torch import nn
 
 from slab_det.attention import ShiftedWindowAttention, SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN, PatchMerging
-from slab_det.norms.folds import CannotFold, find_hooks
+from slab_det.norms.folds import CannotFold, describe_hooks
 
 MMDET_ATTENTIONS = (ShiftWindowMSA, SpatialReductionAttention)
 Module = TypeVar('Module', bound=nn.Module)
@@ -66,7 +66,7 @@ def _make_own(module: nn.Module) -> nn.Module:
     if type(module) not in _MAKERS:
         raise CannotFold(f'{kind} is a subclass, which may compute something else than its base class in mmdet')
     for name, child in module.named_modules():
-        if hooks := find_hooks(child):
+        if hooks := describe_hooks(child):
             raise CannotFold(f'{name or kind} has {hooks}')
     return _MAKERS[type(module)](module)
 
@@ -174,7 +174,7 @@ def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Modu
     A layer with hooks stays: its replacement would not call them.
     """
     for name, child in module.named_children():
-        new = None if any(map(find_hooks, child.modules())) else replacement(child)
+        new = None if any(map(describe_hooks, child.modules())) else replacement(child)
         if new is None:
             replace_layers(child, replacement)
         else:

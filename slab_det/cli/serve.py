@@ -150,7 +150,7 @@ def create_app(detector: 'ServedDetector', max_megabytes: float) -> 'FastAPI':
 
     @app.post('/detect')
     async def detect(request: Request, min_score: Annotated[float, Query(ge=0, le=1)] = 0.0) -> dict:
-        """The objects in an image file, which is the body of the request; see :func:`describe`."""
+        """The objects in an image file, which is the body of the request; see :func:`find_objects`."""
         content = bytearray()
         async for chunk in request.stream():
             content += chunk
@@ -159,7 +159,7 @@ def create_app(detector: 'ServedDetector', max_megabytes: float) -> 'FastAPI':
                 raise HTTPException(413, f'the image has more than {max_megabytes:g} MB; send a smaller one')
         if not content:
             raise HTTPException(422, 'the body is empty: send the bytes of an image, as curl --data-binary @photo.jpg')
-        call = partial(describe, detector, bytes(content), min_score)
+        call = partial(find_objects, detector, bytes(content), min_score)
         try:
             return await anyio.to_thread.run_sync(call, limiter=app.state.turn)
         except DataError as error:
@@ -168,8 +168,8 @@ def create_app(detector: 'ServedDetector', max_megabytes: float) -> 'FastAPI':
     return app
 
 
-def describe(detector: 'ServedDetector', content: bytes, min_score: float = 0.0) -> dict:
-    """Finds the objects in an image file, and describes them by values that JSON has.
+def find_objects(detector: 'ServedDetector', content: bytes, min_score: float = 0.0) -> dict:
+    """Finds the objects in an image file, as values that JSON has.
 
     Returns:
         ``{'height', 'width', 'detections': [{'label', 'name', 'score', 'box': [x1, y1, x2, y2], 'mask'}]}``, the best

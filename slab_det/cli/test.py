@@ -67,7 +67,7 @@ def test_detector(args: argparse.Namespace) -> ReportEntry | None:
     setup_cache_size_limit_of_dynamo()
     stored = args.device = None
     if args.checkpoint is None or args.runtime or args.checkpoint.endswith('.onnx'):
-        stored = find_stored(args.config) if args.checkpoint is None else describe_file(args)
+        stored = find_stored(args.config) if args.checkpoint is None else stored_file(args)
         use_stored(args, stored)
     cfg = config_from_arguments(args)
     if args.tta and (args.latency or args.fuse or args.deploy):
@@ -119,8 +119,8 @@ def test_detector(args: argparse.Namespace) -> ReportEntry | None:
     return entry
 
 
-def describe_file(args: argparse.Namespace) -> Stored:
-    """Returns how an exported file runs with the arguments.
+def stored_file(args: argparse.Namespace) -> Stored:
+    """Returns the exported file that the arguments name, and how it runs.
 
     Raises:
         SlabDetError: If this machine or the runtime cannot run it in ``--dtype``.

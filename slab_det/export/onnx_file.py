@@ -29,7 +29,7 @@ from slab_det.export.loaded_file import METADATA_KEY, crop_to_multiples
 from slab_det.export.settings import describe_preprocessor, find_resize
 from slab_det.families.half_precision import keep_boxes_float32, lower_precision
 from slab_det.norms import named_offline_norms
-from slab_det.norms.folds import find_hooks
+from slab_det.norms.folds import describe_hooks
 from slab_det.precisions import written_precisions
 
 EXPORT_SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
@@ -50,7 +50,7 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     if scope not in EXPORT_SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(EXPORT_SCOPES)}')
     check_finite(detector, ExportError)
-    hooked = [name for name, module in detector.named_modules() if find_hooks(module)]
+    hooked = [name for name, module in detector.named_modules() if describe_hooks(module)]
     if hooked:
         raise ExportError(f'{hooked[0]} has hooks, which the file would lose; remove them')
     detector = slab_det.fuse(detector) if any(named_offline_norms(detector)) else copy_module(detector)

@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import slab_det.families  # noqa: F401 (registers the rules of heads)
 from slab_det.fusion.folding import FusionError, join_names
-from slab_det.norms.folds import CONV, CONV_TRANSPOSE, LINEAR, CannotFold, Channels, find_hooks, find_rule
+from slab_det.norms.folds import CONV, CONV_TRANSPOSE, LINEAR, CannotFold, Channels, describe_hooks, find_rule
 
 # Activations that act on each channel alone.
 ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)
@@ -104,7 +104,7 @@ def _with_count(model: nn.Module, unit: ChannelUnit, uses: Mapping[int, int]) ->
             reason = f'one of its layers is a {type(layer).__name__}, or computes its weight'
     if any(uses[id(p)] > 1 for layer in (*writers, *between, *readers) for p in layer.parameters()):
         reason = 'its layers share weights with others'
-    if any(map(find_hooks, model.get_submodule(unit.owner).modules())):
+    if any(map(describe_hooks, model.get_submodule(unit.owner).modules())):
         reason = 'it has hooks, which may expect all channels'
     return ChannelUnit(**vars(unit) | dict(count=0 if reason else count, group=group, reason=reason))
 

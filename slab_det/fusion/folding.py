@@ -20,7 +20,7 @@ from slab_det.common.record import Record
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.mmdet_rules import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
-from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, find_hooks, find_rule
+from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, describe_hooks, find_rule
 
 LIBRARY_RULES.update(timm='slab_det.fusion.timm_rules', mmpretrain='slab_det.fusion.mmpretrain_rules')
 # Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.
@@ -225,7 +225,7 @@ def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str:
 
     if not name:
         return 'it is the whole model'
-    if hooks := find_hooks(norm):
+    if hooks := describe_hooks(norm):
         return f'it has {hooks}'
     if len(norm.normalized_shape) != 1:
         return f'it normalizes over {len(norm.normalized_shape)} dimensions'
@@ -261,7 +261,7 @@ def check_fusible(model: nn.Module) -> None:
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; take an earlier checkpoint or recalibrate'
             )
-        if any(map(find_hooks, norm.modules())):
+        if any(map(describe_hooks, norm.modules())):
             raise FusionError(f'{name}: it has hooks, which would be lost together with the norm; remove them first')
 
 
@@ -304,7 +304,7 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Ma
     layer = model.get_submodule(name)
     # A module that contains the norm or the layer, but not both, runs its hooks between the two.
     for between in sorted({*containers_of(norm)} ^ {*containers_of(name), name}):
-        if hooks := find_hooks(model.get_submodule(between)):
+        if hooks := describe_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
     check_foldable(layer, side, part, target)
     sharing = [other for parameter in layer.parameters() for other in names[parameter]]

@@ -151,8 +151,8 @@ def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def find_hooks(module: nn.Module) -> str:
-    """'forward hooks' or 'a forward of its own' if a module has them besides its class's forward, otherwise ''."""
+def describe_hooks(module: nn.Module) -> str:
+    """Says what a module runs besides its class's forward: 'forward hooks', 'a forward of its own', or ''."""
     if module._forward_pre_hooks or module._forward_hooks:
         return 'forward hooks'
     return 'a forward of its own' if 'forward' in vars(module) else ''

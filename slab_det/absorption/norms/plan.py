@@ -33,7 +33,7 @@ from slab_det.fusion.folding import (
     reason_to_keep,
 )
 from slab_det.norms import named_norms
-from slab_det.norms.folds import find_hooks, find_rule
+from slab_det.norms.folds import describe_hooks, find_rule
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _has_returned(model: nn.Module, step: StreamStep, later: Iterable[Step], cal
     Then the branch, such as an attention, need not run again for later steps; see :class:`slab_det.fusion.Write`.
     """
     branch = Probe(_find_branch(model, step.name), 'output')
-    if step.target.side == 'output' or calls.count(branch) != 1 or find_hooks(model.get_submodule(branch.module)):
+    if step.target.side == 'output' or calls.count(branch) != 1 or describe_hooks(model.get_submodule(branch.module)):
         return False
     before = calls[: calls.index(branch)]
     return step.target not in before and not any(other.source in before for other in later)
