@@ -49,7 +49,7 @@ class LoadedFile:
     @property
     def precision(self) -> str:
         """The precision in which the file was written."""
-        return 'int8' if 'int8_weight_bits' in self.metadata else self.metadata.get('precision', 'float32')
+        return file_precision(self.metadata)
 
     def __reduce__(self) -> tuple:
         # A loaded file has threads and memory of its process.
@@ -82,15 +82,14 @@ def load_runtime(
     """
     _check_options(runtime, threads, precision)
     model, metadata = read_exported(path)
-    is_int8 = any(node.op_type == 'DequantizeLinear' for node in model.graph.node)
-    if is_int8 and metadata.get('int8_weight_bits', 8) == 8 and cuts_off_int8_sums(runtime):
+    if metadata.get('int8_weight_bits') == 8 and cuts_off_int8_sums(runtime):
         MMLogger.get_current_instance().warning(
             f'{path}: {runtime} cuts off sums of int8 products on this CPU, as CPUs without VNNI instructions do, and '
             'the file may find other objects here: export it again with --int8 --reduce-range, or use another runtime'
         )
     # OpenVINO may call an output by the name of its operator.
     names = [output.name for output in model.graph.output]
-    divisor = metadata['image'].get('size_divisor', 1)
+    divisor = metadata['image']['size_divisor']
 
     def load(score_thr: float | None) -> LoadedFile:
         source = str(path) if score_thr is None else _set_threshold(path, score_thr)
@@ -141,7 +140,15 @@ def read_exported(path: str | Path) -> tuple[Any, dict]:
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
     if text is None:
         raise ExportError(f'{path} was not written by slab-det export')
-    return model, json.loads(text)
+    metadata = json.loads(text)
+    if 'precision' not in metadata or 'size_divisor' not in metadata.get('image', {}):
+        raise ExportError(f'{path} was written by slab-det export of an earlier version: export it again')
+    return model, metadata
+
+
+def file_precision(metadata: dict) -> str:
+    """The precision in which a file with this metadata was written."""
+    return 'int8' if 'int8_weight_bits' in metadata else metadata['precision']
 
 
 def _set_threshold(path: str | Path, score_thr: float) -> bytes:

@@ -66,13 +66,13 @@ def check_parity(detector: nn.Module, runtime: LoadedFile, images: Iterable[np.n
     """
     graph = build_graph(detector, runtime.metadata['scope']).float()
     graph64, checks = copy.deepcopy(graph).double(), []
-    precision = runtime.metadata.get('precision', 'float32')
+    precision = runtime.metadata['precision']
     dtype = getattr(torch, precision)
     if dtype != torch.float32:
         round_precision(graph.detector, dtype)
     # A backbone has no score threshold, and would be loaded twice.
     run_all = runtime.with_threshold(0.0).run if isinstance(graph, DetectorGraph) else None
-    divisor = runtime.metadata['image'].get('size_divisor', 1)
+    divisor = runtime.metadata['image']['size_divisor']
     for image in images:
         image = np.ascontiguousarray(crop_to_multiples(image, divisor))
         check = _check_image(graph, graph64, runtime.run, run_all, torch.from_numpy(image), dtype)

@@ -19,7 +19,7 @@ from slab_det.export.equalize import MOST_NOISE, RANGE_IMAGES, equalize
 from slab_det.export.extras import import_extra
 from slab_det.export.in_onnxruntime import in_file_order
 from slab_det.export.int8_sums import cuts_off_int8_sums
-from slab_det.export.loaded_file import METADATA_KEY, read_exported
+from slab_det.export.loaded_file import METADATA_KEY, file_precision, read_exported
 from slab_det.families import EXPORTED
 from slab_det.precisions import EXPORT_RUNTIMES
 
@@ -52,7 +52,7 @@ def quantize_onnx(
     onnx = import_extra('onnx')
     exported, metadata = read_exported(source)
     properties = {entry.key: entry.value for entry in exported.metadata_props}
-    precision = 'int8' if 'int8_weight_bits' in metadata else metadata.get('precision', 'float32')
+    precision = file_precision(metadata)
     if precision != 'float32':
         raise ExportError(f'{source} is in {precision}: quantize the float32 file')
     quantization = import_extra('onnxruntime.quantization')

@@ -1,5 +1,6 @@
 """Layers whose input channels have very different ranges are quantized with a scale for each channel."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ def build(kind: str, ranges: np.ndarray):
     out = make.make_tensor_value_info('out', onnx.TensorProto.FLOAT, None)
     graph = make.make_graph([*before, layer], 'graph', [image], [out], constants)
     model = make.make_model(graph, opset_imports=[make.make_opsetid('', 16)], ir_version=8)
-    make.set_model_props(model, {METADATA_KEY: '{}'})
+    metadata = dict(precision='float32', image=dict(size_divisor=1))
+    make.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
     return model
 
 

@@ -259,6 +259,10 @@ def test_only_an_exported_file_is_quantized_and_only_on_images(exported, tmp_pat
     onnx.save(model, other)
     with pytest.raises(ExportError, match='is in int8: quantize the float32 file'):
         quantize_onnx(other, tmp_path / 'int8.onnx', random_images(SIZES[:1]))
+    entry.value = json.dumps({key: value for key, value in json.loads(entry.value).items() if key != 'precision'})
+    onnx.save(model, other)
+    with pytest.raises(ExportError, match='by slab-det export of an earlier version: export it again'):
+        load_runtime(other)
     entry.key = 'another'
     onnx.save(model, other)
     with pytest.raises(ExportError, match='was not written by slab-det export'):
