@@ -129,6 +129,6 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise SlabDetError(
             f'device {str(name)!r} is not available: torch {torch.__version__} sees the CPU and '
-            f'{torch.cuda.device_count()} CUDA devices; use --device cpu'
+            f"{torch.cuda.device_count()} CUDA devices; give device 'cpu'"
         ) from error
     return device

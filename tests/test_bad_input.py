@@ -125,7 +125,7 @@ COMMANDS = [
     ('fuse.py layernorm.py layernorm.pth --out x.pth', r'layernorm\.py.*slab-det absorb'),
     ('fuse.py small.py layernorm.pth --out x.pth', r'layernorm\.pth: .* statistics'),
     ('convert_checkpoint.py small.pth x.pth --config bad_backbone.py', r'bad_backbone\.py: TypeError'),
-    ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7'.*--device cpu"),
+    ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7'.*give device 'cpu'"),
     ('latency.py small.py --checkpoint small.pth small.pth', '1 configs.* 2 checkpoints.*"none"'),
     ('latency.py small.py small.py --checkpoint small.pth small.pth', 'twice'),
     ('latency.py small.py --checkpoint small.pth --deploy', r'slab_det\.fuse.*--fuse'),

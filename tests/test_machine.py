@@ -67,7 +67,7 @@ def test_the_device_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
     for kind, expected in (('avx2', 'cpu'), ('gpu', 'cuda')):
         pretend_machine(kind, monkeypatch)
         assert machine.MACHINE.device == expected
-    with pytest.raises(SlabDetError, match="'cuda:77' is not available.*--device cpu"):
+    with pytest.raises(SlabDetError, match="'cuda:77' is not available.*give device 'cpu'"):
         find_device('cuda:77')
 
 

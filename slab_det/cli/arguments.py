@@ -57,6 +57,17 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
     group.add_argument('--image', metavar='FILE', help='input image')
 
 
+def check_latency_options(args: argparse.Namespace) -> None:
+    """Raises SlabDetError for arguments of ``add_latency_arguments`` that no machine can measure."""
+    from slab_det.common.numbers import check_size, check_threads
+    from slab_det.measure.latency import check_rounds
+
+    check_rounds(args.rounds, args.warmup)
+    if args.size is not None:
+        check_size(args.size)
+    check_threads(args.threads)
+
+
 def latency_options(args: argparse.Namespace) -> dict:
     """Returns the arguments of ``add_latency_arguments`` as keyword arguments of ``measure_latency``."""
     names = ('rounds', 'warmup', 'size', 'scope', 'dtype', 'threads', 'image')

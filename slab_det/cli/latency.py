@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slab_det.cli import command
-from slab_det.cli.arguments import ConfigOptions, add_latency_arguments, latency_options
+from slab_det.cli.arguments import ConfigOptions, add_latency_arguments, check_latency_options, latency_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.common.errors import SlabDetError
     from slab_det.common.memory import keep_freed_memory
     from slab_det.machine import find_device
-    from slab_det.measure.latency import check_conditions, latency_table
+    from slab_det.measure.latency import latency_table
     from slab_det.measure.report_file import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
 
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
         raise SlabDetError('a config is listed twice; leave one out')
     keep_freed_memory()
     check_report(args.json)
-    check_conditions(**latency_options(args))
+    check_latency_options(args)
     device = find_device(args.device)
     models, entries = {}, []
     for config, checkpoint in pairs:

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slab_det.cli import command
-from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, latency_options
+from slab_det.cli.arguments import (
+    add_latency_arguments,
+    add_runner_arguments,
+    check_latency_options,
+    latency_options,
+)
 from slab_det.precisions import EXPORT_RUNTIMES, written_precisions
 
 if TYPE_CHECKING:
@@ -60,7 +65,6 @@ def test_detector(args: argparse.Namespace) -> ReportEntry | None:
     from slab_det.common.record import describe_environment
     from slab_det.inference.folder import find_stored
     from slab_det.measure import report_file
-    from slab_det.measure.latency import check_conditions
     from slab_det.preflight import check_data
 
     keep_freed_memory()
@@ -77,7 +81,7 @@ def test_detector(args: argparse.Namespace) -> ReportEntry | None:
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
         raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
     if args.latency:
-        check_conditions(**latency_options(args))
+        check_latency_options(args)
     if not 0 <= args.wait_time < math.inf:
         raise SlabDetError(f'--wait-time {args.wait_time}: give seconds from 0 on')
     path = Path(args.report or Path(cfg.work_dir) / 'report.json')

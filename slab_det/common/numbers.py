@@ -11,15 +11,21 @@ from slab_det.common.errors import SlabDetError
 from slab_det.machine import MACHINE
 
 
-def check_size(size: Sequence[int], error: type[SlabDetError] = SlabDetError) -> None:
-    """Raises ``error`` unless ``size`` is a height and a width from 1 on, of at most Pillow's limit of pixels."""
+def check_size(size: Sequence[int], error: type[SlabDetError] = SlabDetError, name: str = '--size ') -> None:
+    """Raises ``error`` unless ``size`` is a height and a width from 1 on, of at most Pillow's limit of pixels.
+
+    Args:
+        size: The height and the width.
+        error: The class of the error.
+        name: What stands before the size where the user gives it, as ``size=``.
+    """
     limit = PIL.Image.MAX_IMAGE_PIXELS or float('inf')
     sides = [*size]
     if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides) or min(sides) < 1:
-        raise error(f'--size {" ".join(map(str, sides))}: height and width are two whole numbers, at least 1')
+        raise error(f'{name}{" ".join(map(str, sides))}: height and width are two whole numbers, at least 1')
     if sides[0] * sides[1] > limit:
         raise error(
-            f'--size {sides[0]} {sides[1]}: more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS; give a '
+            f'{name}{sides[0]} {sides[1]}: more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS; give a '
             'smaller size'
         )
 

@@ -114,7 +114,9 @@ def measure_latency(
     for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, precisions_of('eager'))):
         if value not in known:
             raise SlabDetError(f'{what} {value!r} is not one of {", ".join(known)}')
-    check_conditions(rounds, warmup, size, threads)
+    check_rounds(rounds, warmup)
+    check_size(size, name='size=')
+    check_threads(threads, name='threads=')
     device, content = find_device(device), _read_image(image, size)
     torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
     torch.set_num_threads(threads or torch_threads)
@@ -158,15 +160,10 @@ def measure_latency(
     return results
 
 
-def check_conditions(
-    rounds: int, warmup: int, size: tuple[int, int] | None = None, threads: int | None = None, **_: object
-) -> None:
-    """Raises SlabDetError for arguments of :func:`measure_latency` that no machine can measure; None is a default."""
+def check_rounds(rounds: int, warmup: int) -> None:
+    """Raises SlabDetError for numbers of rounds that :func:`measure_latency` cannot time."""
     if rounds < 1 or warmup < 0:
         raise SlabDetError(f'rounds={rounds} must be at least 1, warmup={warmup} at least 0')
-    if size is not None:
-        check_size(size)
-    check_threads(threads)
 
 
 def latency_table(results: Mapping[str, LatencyResult]) -> str:

@@ -34,7 +34,7 @@ class Header(NamedTuple):
     certain: bool
 
 
-def check_image_sizes(coco: CocoFile, folder: str, loader: dict, with_masks: bool = False) -> None:
+def check_image_sizes(coco: CocoFile, folder: str, loader: dict, with_masks: bool) -> None:
     """Checks width and height against the headers of all images, or of 500 that are evenly spaced.
 
     Up to 5 % of wrong sizes are a warning, unless masks are read, which have to have the size of their image.

@@ -136,9 +136,12 @@ def test_result_records_its_conditions_for_json(monkeypatch: pytest.MonkeyPatch)
     [
         ({'scope': 'neck'}, "scope 'neck' is not one of backbone, backbone\\+neck, detector"),
         ({'dtype': 'int8'}, "dtype 'int8' is not one of"),
-        ({'device': 'cuda:99'}, "'cuda:99' is not available.*use --device cpu"),
+        ({'device': 'cuda:99'}, "'cuda:99' is not available.*give device 'cpu'"),
         ({'rounds': 0}, 'rounds=0'),
         ({'warmup': -1}, 'warmup=-1'),
+        ({'size': (0, 32)}, '^size=0 32: .* at least 1'),
+        ({'size': (10**6, 10**6)}, '^size=1000000 1000000: more than'),
+        ({'threads': 0}, '^threads=0: give a whole number from 1'),
         ({'image': __file__}, 'cannot be decoded'),
     ],
 )
