@@ -69,8 +69,9 @@ class Backbone(BaseModule):
             prefix: The beginning of the names of the backbone's parameters.
 
         Returns:
-            The depth and the number of depths: 0 for the patch embedding, n for the n-th block and what follows it up
-            to the next one, and the last depth for output norms and whatever is not the backbone's.
+            The depth and the number of depths. Depth 0 is the patch embedding. Depth n is the n-th block, with the
+            modules between it and the next block. The last depth is the output norms, and every parameter outside of
+            the backbone.
         """
         modules = dict(self.named_modules())
         last = sum(isinstance(module, Block) for module in modules.values()) + 1

@@ -48,6 +48,9 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
         prefix: Prefix of the backbone's weights in the checkpoint, such as ``ema.backbone.``. The default is
             ``backbone.`` if a name begins with it; otherwise all weights are the backbone's.
 
+    Returns:
+        What happened to every key of the backbone and of the checkpoint.
+
     Raises:
         CheckpointError: If nothing matches, a shape does not fit, weights are NaN or infinite, or a norm cannot be
             converted to the backbone's.

@@ -51,7 +51,10 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
     )
     group.add_argument('--scope', choices=SCOPES, default='detector', help='timed part (default %(default)s)')
     group.add_argument(
-        '--dtype', choices=precisions_of('eager'), default='float32', help='float16 and bfloat16 use autocast'
+        '--dtype',
+        choices=precisions_of('eager'),
+        default='float32',
+        help='of the layers: by autocast, or with --deploy and of exported files by that precision',
     )
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
     group.add_argument('--image', metavar='FILE', help='input image')

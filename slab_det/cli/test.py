@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slab_det.cli import command
-from slab_det.cli.arguments import (
-    add_latency_arguments,
-    add_runner_arguments,
-    check_latency_options,
-    latency_options,
-)
+from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, check_latency_options, latency_options
 from slab_det.precisions import EXPORT_RUNTIMES, written_precisions
 
 if TYPE_CHECKING:
@@ -138,7 +133,7 @@ def stored_file(args: argparse.Namespace) -> Stored:
     form = Form(args.runtime or EXPORT_RUNTIMES[0], args.dtype)
     if missing := form.find_missing('cpu'):
         raise SlabDetError(f'{args.checkpoint} in {form.key} needs {missing}')
-    if args.dtype in written_precisions()[1:]:
+    if args.dtype in written_precisions() and args.dtype != 'float32':
         raise SlabDetError(f'{args.checkpoint} itself says whether it is in {args.dtype}: leave out --dtype')
     args.dtype = 'float32'
     return Stored(form, Path(args.config), Path(args.checkpoint), 'cpu', 0)

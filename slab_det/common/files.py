@@ -89,7 +89,7 @@ def _is_at(stream: IO, path: Path) -> bool:
 
 @contextmanager
 def locked(file: str | Path, wait: bool = True) -> Iterator[None]:
-    """Keeps other processes from changing ``file`` in the block, which reads it and writes what it has read and more.
+    """Holds a lock on ``file`` during the block, so that the block can read the file, add to it and write it.
 
     The lock is on ``.<name>.lock`` beside it, because :func:`whole_file` replaces the file itself. Where the file
     system has no locks, as some network file systems, a warning says so: of two writers one may lose its changes.

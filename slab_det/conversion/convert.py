@@ -56,6 +56,9 @@ def convert_norms(
         inplace: Change ``model`` itself instead of a copy.
         skip: Names of norms, or of modules that hold them, that stay as they are.
 
+    Returns:
+        The converted model; ``model`` itself with ``inplace``.
+
     Raises:
         ConversionError: If no norm can be converted, ``norm_cfg`` is no offline norm of slab_det, or the model is
             deployed. ``model`` stays unchanged.

@@ -14,12 +14,12 @@ from slab_det.export.in_onnxruntime import in_file_order
 
 # A scale of a channel is (range of the channel)^POWER / (its largest weight)^(1 - POWER).
 POWERS = (0.25, 0.5, 0.75, 1.0)
-# Least share of rounding in a layer's output that is worth a multiplication of the layer's input, and least factor
-# by which the multiplication must reduce it.
+# Least rounding noise, as a share of the variance of a layer's output, that is worth a multiplication of the layer's
+# input, and least factor by which the multiplication must reduce it.
 LEAST_NOISE, LEAST_GAIN = 1e-3, 2.0
 # What is measured of each layer.
 PARTS = ('low', 'high', 'square', 'mean', 'output_square')
-# Largest share of rounding in the output of a layer that runs in int8.
+# Largest rounding noise of a layer that runs in int8, as a share of the variance of its output.
 MOST_NOISE = 0.01
 # Images that the ranges are measured on.
 RANGE_IMAGES = 10

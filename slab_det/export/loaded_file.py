@@ -76,6 +76,9 @@ def load_runtime(
         precision: 'f32' or, with OpenVINO, 'bf16'; an int8 file has its own, and 'f32' for the rest.
         score_thr: Detections with this score or a smaller one are dropped; None for the threshold of the file.
 
+    Returns:
+        The loaded file, whose ``run`` computes the outputs for an image.
+
     Raises:
         ExportError: If the runtime is unknown or not installed, this process may not use so many threads, or the file
             is missing, damaged, not from slab-det, or without the threshold to change.

@@ -1,5 +1,7 @@
-"""Compares an exported file with its detector in float64; PyTorch in float32, with the results of layers rounded to the
-file's precision, shows how much rounding is normal."""
+"""Compares an exported file with its detector in float64.
+
+The accepted difference is what PyTorch itself shows when it rounds the results of layers to the file's precision.
+"""
 
 from __future__ import annotations
 

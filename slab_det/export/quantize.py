@@ -78,9 +78,9 @@ def quantize_onnx(
         if lost:
             nodes = [node for node in nodes if node not in lost]
             MMLogger.get_current_instance().warning(
-                f'{len(lost)} layers stay in float32, because rounding to int8 would be more than {MOST_NOISE:.0%} of '
-                f'their output: {", ".join(lost)}; where LayerNorms were absorbed, absorb with '
-                '--norms remove --int8'
+                f'{len(lost)} layers stay in float32, because the rounding noise of int8 would be more than '
+                f'{MOST_NOISE:.0%} of the variance of their output: {", ".join(lost)}; where LayerNorms '
+                'were absorbed, absorb with --norms remove --int8'
             )
         onnx.save(model, prepared)
         if nodes:

@@ -183,8 +183,8 @@ class BoxFamily(Family):
 
     Attributes:
         name: Stands in exported files.
-        stored: The settings that an exported file stores: those of each part of ``test_cfg`` that change detections,
-            with mmdet's defaults. The last part makes the detections; '' is ``test_cfg`` itself.
+        stored: For each part of ``test_cfg`` ('' is ``test_cfg`` itself) the settings that change detections, with
+            mmdet's defaults. An exported file stores them. The last part makes the detections.
         lowers_scores: Whether objects may have lower scores than ``score_thr``, by factors that come after it.
         predictors: Names of the last layers, which predict boxes and masks: an int8 file keeps them in float32.
     """

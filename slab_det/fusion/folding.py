@@ -122,6 +122,9 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
             neck, and only if a detector is given.
         inplace: Change ``model`` itself instead of a copy.
 
+    Returns:
+        The fused model; ``model`` itself with ``inplace``.
+
     Raises:
         FusionError: If the model is in training mode, still has gamma > 0, or has statistics that are not finite, hooks
             on a norm, or one norm several times. The model is then unchanged.
