@@ -68,10 +68,14 @@ class ImagePipeline:
                 (H, W, 4) in BGRA, 0 to 255.
             **values: Further entries for the transforms, such as ``img_id``.
         """
-        path = str(image) if isinstance(image, (str, Path)) else ''
-        name = path or 'the image'
+        path, name = '', 'the image'
         try:
-            pixels = self._decode(Path(image).read_bytes() if path else image)
+            if isinstance(image, (str, Path)):
+                path, name = str(image), str(image) or "''"
+                # Path('') would be the current folder.
+                with open(path, 'rb') as file:
+                    image = file.read()
+            pixels = self._decode(image)
         except (OSError, ValueError, cv2.error) as error:
             reason = ' '.join(str(getattr(error, 'strerror', None) or error).split())
             raise DataError(f'{name} cannot be read ({reason}): give an image file, or its bytes') from error

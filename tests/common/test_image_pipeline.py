@@ -168,6 +168,7 @@ def test_image_with_too_many_pixels_is_not_decoded(monkeypatch):
         (cv2.imencode('.pfm', BGR.astype(np.float32))[1].tobytes(), 'cannot be read'),
         ('nowhere.jpg', 'nowhere.jpg cannot be read .*No such file'),
         ('.', 'Is a directory'),
+        ('', "^'' cannot be read .*No such file"),
         (np.zeros((20000, 10), np.uint8), r'20000x10 \(HxW\), fails in Resize'),
         (np.zeros((3, 480, 640), np.uint8), r'image.transpose\(1, 2, 0\)'),
         (np.zeros((2, 48, 64, 3), np.uint8), 'several images as a list'),
