@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 
 import numpy as np
 
@@ -24,24 +25,30 @@ def load(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[
     return lambda image: session.run(None, {'image': image})
 
 
+# Threads that change ONNX Runtime's class at the same time would each restore what the other one had put there.
+_SESSION_OPTIONS = RLock()
+
+
 @contextmanager
 def in_file_order() -> Iterator[None]:
     """Makes ONNX Runtime run the nodes of a graph in the order of its file, in sessions that are made in the block.
 
     By default it runs outputs that no other node reads last. A graph with a probe behind each layer then holds the
-    values of all layers at once, which are gigabytes. The order counts without graph optimizations alone.
+    values of all layers at once, which are gigabytes. The order counts without graph optimizations alone. One thread at
+    a time is in such a block.
     """
     onnxruntime = import_extra('onnxruntime')
-    options = onnxruntime.SessionOptions
+    with _SESSION_OPTIONS:
+        options = onnxruntime.SessionOptions
 
-    class InFileOrder(options):
-        def __init__(self) -> None:
-            super().__init__()
-            self.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+        class InFileOrder(options):
+            def __init__(self) -> None:
+                super().__init__()
+                self.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
 
-    # quantize_static makes its session itself.
-    onnxruntime.SessionOptions = InFileOrder
-    try:
-        yield
-    finally:
-        onnxruntime.SessionOptions = options
+        # quantize_static makes its session itself.
+        onnxruntime.SessionOptions = InFileOrder
+        try:
+            yield
+        finally:
+            onnxruntime.SessionOptions = options

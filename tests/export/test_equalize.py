@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -116,3 +117,24 @@ def test_values_behind_probes_are_freed_where_nodes_run_in_the_order_of_the_file
     # Of 24 values; in ONNX Runtime's own order all of them.
     assert growth.megabytes < layers / 3 * pixels.nbytes / 1e6
     assert type(onnxruntime.SessionOptions()) is onnxruntime.SessionOptions
+
+
+def test_threads_leave_the_session_options_of_onnx_runtime_as_they_were(monkeypatch):
+    # Also where this test fails.
+    monkeypatch.setattr(onnxruntime, 'SessionOptions', onnxruntime.SessionOptions)
+    options, entered, leave = onnxruntime.SessionOptions, Event(), Event()
+
+    def quantize_too() -> None:
+        with in_file_order():
+            entered.set()
+            leave.wait(10)
+
+    other = Thread(target=quantize_too)
+    with in_file_order():
+        other.start()
+        # Time enough to enter the block too, if nothing keeps the other thread out.
+        entered.wait(0.2)
+    assert entered.wait(10)
+    leave.set()
+    other.join()
+    assert onnxruntime.SessionOptions is options
