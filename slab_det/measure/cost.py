@@ -1,12 +1,16 @@
 """Counts multiply-adds, parameters and norms of a forward pass."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from slab_det.fusion.channels import output_parameters
 from slab_det.fusion.folding import OTHER_NORMS
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms
 
@@ -64,3 +68,29 @@ def count_multiply_adds(forward: Callable[[], object]) -> int:
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             forward()
     return counter.get_total_flops() // 2
+
+
+class LayerCosts(TorchFunctionMode):
+    """Counts the multiply-adds of each weight; softmax attention counts with the layer that reads its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By the address of the weight, because a layer may be applied in parts.
+        self.costs, self.attention = defaultdict(float), 0.0
+
+    def of(self, layer: nn.Module) -> float:
+        """The multiply-adds of a layer; 0 for a layer without weights, such as an activation."""
+        parameters = output_parameters(layer)
+        return self.costs[parameters[0].untyped_storage().data_ptr()] if parameters else 0.0
+
+    def __torch_function__(self, function: Callable, types: Sequence, args: Sequence = (), kwargs: dict | None = None):
+        out = function(*args, **(kwargs or {}))
+        if function is F.scaled_dot_product_attention:
+            q, k, v = args[:3]
+            self.attention += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        elif function in (F.linear, F.conv2d, F.conv_transpose2d):
+            weight = args[1]
+            size = args[0].numel() if function is F.conv_transpose2d else out.numel()
+            self.costs[weight.untyped_storage().data_ptr()] += size * weight[0].numel() + self.attention
+            self.attention = 0.0
+        return out

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from slab_det.absorption.absorption_report import AbsorptionReport, ChannelAbsorption
 from slab_det.absorption.channels.estimates import Estimates, Price, estimate_losses, layer_kind
@@ -20,8 +18,8 @@ from slab_det.absorption.images import WHOLE, is_held_out
 from slab_det.common.errors import ConversionError
 from slab_det.common.modules import copy_module
 from slab_det.compare.ruler import RetainedAP
-from slab_det.fusion.channels import ChannelUnit, output_parameters
-from slab_det.measure.cost import count_multiply_adds
+from slab_det.fusion.channels import ChannelUnit
+from slab_det.measure.cost import LayerCosts, count_multiply_adds
 
 # The kinds of layers whose units change the maps that heads read.
 MAP_KINDS = 'FFN', 'attention', 'neck', 'neck.lateral_convs'
@@ -187,29 +185,3 @@ class Survey:
     def least_share(self) -> float:
         """The share of the multiply-adds that is left with the fewest channels everywhere."""
         return self.multiply_adds({name: found.counts[-1] for name, found in self.estimates.items()}) / self.total
-
-
-class LayerCosts(TorchFunctionMode):
-    """Counts the multiply-adds of each weight; softmax attention counts with the layer that reads its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # By the address of the weight, because a layer may be applied in parts.
-        self.costs, self.attention = defaultdict(float), 0.0
-
-    def of(self, layer: nn.Module) -> float:
-        """The multiply-adds of a layer; 0 for a layer without weights, such as an activation."""
-        parameters = output_parameters(layer)
-        return self.costs[parameters[0].untyped_storage().data_ptr()] if parameters else 0.0
-
-    def __torch_function__(self, function: Callable, types: Sequence, args: Sequence = (), kwargs: dict | None = None):
-        out = function(*args, **(kwargs or {}))
-        if function is F.scaled_dot_product_attention:
-            q, k, v = args[:3]
-            self.attention += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        elif function in (F.linear, F.conv2d, F.conv_transpose2d):
-            weight = args[1]
-            size = args[0].numel() if function is F.conv_transpose2d else out.numel()
-            self.costs[weight.untyped_storage().data_ptr()] += size * weight[0].numel() + self.attention
-            self.attention = 0.0
-        return out
