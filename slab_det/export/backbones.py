@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.attention.window_index import WindowIndex
-from slab_det.backbones.adopt import adopt, replace_layers, why_not_adopted
+from slab_det.backbones.adopt import adopt, as_class, replace_layers, why_not_adopted
 from slab_det.backbones.blocks import LinearFFN, PatchMerging, deployed_merging
 from slab_det.common.errors import ExportError
 from slab_det.norms.folds import LINEAR
@@ -22,11 +22,6 @@ class RowsLinear(nn.Linear):
         (1, L, C) -> (1, L, C').
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
-
     def forward(self, x: Tensor) -> Tensor:
         # x[0] would be a Gather, which copies; a reshape does not.
         return F.linear(x.reshape(-1, self.weight.shape[1]), self.weight, self.bias)[None]
@@ -34,7 +29,7 @@ class RowsLinear(nn.Linear):
 
 def _rows_linear(layer: nn.Module) -> RowsLinear | None:
     """The :class:`RowsLinear` of a linear layer; None for every other layer."""
-    return RowsLinear(layer) if type(layer) in LINEAR and 'weight' in layer._parameters else None
+    return as_class(layer, RowsLinear) if type(layer) in LINEAR and 'weight' in layer._parameters else None
 
 
 def make_size_free(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from mmdet.models.layers import MSDeformAttnPixelDecoder
 from mmdet.models.task_modules.prior_generators import MlvlPointGenerator
 from torch import Tensor, nn
 
-from slab_det.backbones.adopt import replace_layers
+from slab_det.backbones.adopt import as_class, replace_layers
 from slab_det.families.constants import constant
 from slab_det.families.operators import numbers
 from slab_det.norms.base import at_least_float32
@@ -129,18 +129,12 @@ def centers(generator: MlvlPointGenerator, levels: tuple[int, ...], sizes: Sizes
 def deployed_deformable(
     layer: nn.Module, attention: type[DeformableAttention] = DeformableAttention
 ) -> nn.Module | None:
-    """Turns an attention of mmdet into ``attention``, or its pixel decoder into a :class:`SizedPixelDecoder`, in place.
-
-    Returns None for other layers.
-    """
+    """The ``attention`` of mmcv's attention, or the :class:`SizedPixelDecoder` of mmdet's; None for other layers."""
     if type(layer) is MultiScaleDeformableAttention and layer.batch_first:
-        layer.__class__ = attention
-        return layer
+        return as_class(layer, attention)
     if type(layer) is MSDeformAttnPixelDecoder:
         replace_layers(layer, partial(deployed_deformable, attention=attention))
-        if has_own_sampling(layer):
-            layer.__class__ = SizedPixelDecoder
-            return layer
+        return as_class(layer, SizedPixelDecoder) if has_own_sampling(layer) else None
     return None
 
 

@@ -22,7 +22,7 @@ from slab_det.inference.cpu.winograd import winograd_conv
 from slab_det.inference.gpu.deformable_kernels import triton_deformable
 from slab_det.inference.gpu.ffn_kernels import triton_ffn
 from slab_det.inference.gpu.graph import use_graphs
-from slab_det.inference.gpu.layers import TritonConv, fuse_fpn, fused_conv
+from slab_det.inference.gpu.layers import TritonConv, fused_conv, fused_fpn
 from slab_det.inference.gpu.window_kernels import triton_windows
 from slab_det.inference.trial import try_deployed
 from slab_det.norms import named_offline_norms
@@ -115,7 +115,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None, on_cpu: bool) -> N
         replace_layers(backbone, triton_windows)
         replace_layers(backbone, triton_ffn)
         replace_layers(model, fused_conv)
-        fuse_fpn(model)
+        replace_layers(model, fused_fpn)
     for module in model.modules():
         # A subclass may compute with a view of its weight.
         if type(module) in (nn.Conv2d, TritonConv, nn.ConvTranspose2d):

@@ -82,7 +82,7 @@ class TritonDeformableAttention(DeformableAttention):
         return triton_sample_maps(values, sizes, references, offsets, logits)
 
 
-# Turns deformable attention of mmdet into one with a kernel, in place.
+# The form of mmdet's deformable attention that has a kernel.
 triton_deformable = partial(deployed_deformable, attention=TritonDeformableAttention)
 
 

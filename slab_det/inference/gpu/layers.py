@@ -10,6 +10,7 @@ from mmcv.cnn import ConvModule
 from mmdet.models.necks import FPN
 from torch import Tensor, nn
 
+from slab_det.backbones.adopt import as_class
 from slab_det.families.layers import FusedConv
 from slab_det.inference.gpu import kernels
 
@@ -29,7 +30,7 @@ class TritonConv(FusedConv):
 
 
 def fused_conv(layer: nn.Module) -> TritonConv | None:
-    """Turns a convolution, or a ConvModule of convolution and ReLU, into a TritonConv in place; or returns None."""
+    """The TritonConv of a convolution, or of a ConvModule of convolution and ReLU; None for every other layer."""
     conv, relu = layer, False
     if type(layer) is ConvModule:
         conv, relu = layer.conv, layer.with_activation
@@ -38,8 +39,9 @@ def fused_conv(layer: nn.Module) -> TritonConv | None:
             return None
     if type(conv) is not nn.Conv2d or conv.bias is None or conv.padding_mode != 'zeros' or type(conv.padding) is str:
         return None
-    conv.__class__, conv.relu = TritonConv, relu
-    return conv
+    fused = as_class(conv, TritonConv)
+    fused.relu = relu
+    return fused
 
 
 class FusedFPN(FPN):
@@ -57,8 +59,7 @@ class FusedFPN(FPN):
         return tuple(outs)
 
 
-def fuse_fpn(model: nn.Module) -> None:
-    """Turns the FPN of a detector into a FusedFPN in place; other necks stay as they are."""
-    neck = getattr(model, 'neck', None)
-    if type(neck) is FPN and neck.upsample_cfg == dict(mode='nearest') and not neck.add_extra_convs:
-        neck.__class__ = FusedFPN
+def fused_fpn(layer: nn.Module) -> FusedFPN | None:
+    """The FusedFPN of an FPN; None for every other layer."""
+    known = type(layer) is FPN and layer.upsample_cfg == dict(mode='nearest') and not layer.add_extra_convs
+    return as_class(layer, FusedFPN) if known else None
