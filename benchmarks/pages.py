@@ -501,7 +501,7 @@ def readme_sentences() -> list[Sentence]:
     setting = load('quickstart').setting
     return [
         Sentence(
-            "{} % of the multiply-adds take {} of PyTorch's time, box AP {} instead of {}",
+            "{} % of the multiply-adds takes {} of PyTorch's time, and box AP is {} instead of {}",
             [
                 re.search(r'(\d+)% of the multiply-adds', best['name'])[1],
                 f'{best["ratio"]:.2f}',
