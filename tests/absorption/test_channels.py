@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference, small_mmdet_cfg
+from conftest import differing, layer_norms, make_affine, pictures, raw_outputs, relative_difference, small_mmdet_cfg
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -244,6 +244,22 @@ def test_channels_of_a_neck_that_are_combinations_of_others_go_at_little_loss(bu
             for one, other in zip(outputs_of_heads(net), outputs_of_heads(model), strict=True)
         ]
         assert max(losses) < 2e-2 if net is student else max(losses) > 0.3, losses
+
+
+@torch.no_grad()
+def test_norms_that_go_leave_the_components_of_maps(tmp_path):
+    """Norms that are affine already go without any change, also where the neck's maps became components."""
+    model = build_teacher(detector='faster_rcnn').double()
+    make_affine(model.backbone)
+    images = [image.double() for image in pictures(5, (34, 70))]
+    options = dict(channels=0.6, progress=False, compare=False)
+    kept, removed = (absorb(model, images, norms=norms, **options) for norms in ('keep', 'remove'))
+    counts = kept.absorption_report.counts
+    assert counts == removed.absorption_report.counts and {'neck', 'neck.lateral_convs'} <= counts.keys()
+    assert layer_norms(kept) and not layer_norms(removed)
+    for one, other in zip(kept.extract_feat(images[4]), removed.extract_feat(images[4]), strict=True):
+        error, other_error = (relative_difference([x], [y]) for x, y in ((one, other), (one, 0 * other)))
+        assert error < 0.02 < other_error, error
 
 
 def test_layers_that_read_the_maps_of_a_neck_are_fitted_after_the_maps_lost_channels(tmp_path, monkeypatch):
