@@ -121,7 +121,7 @@ def test_absorption_computes_the_same(small_detector, kind):
     cpu, images = small_detector(type=kind, norm_cfg=dict(type='LN')), pictures(12)
     gpu = copy.deepcopy(cpu).cuda()
     absorbed = [slab_det.absorb(model, images, 1, 'remove', progress=False) for model in (cpu, gpu)]
-    shares = [[norm.left for norm in model.absorption_report.norms] for model in absorbed]
+    shares = [[norm.error for norm in model.absorption_report.norms] for model in absorbed]
     torch.testing.assert_close(torch.tensor(shares[1]), torch.tensor(shares[0]), rtol=0.05, atol=0.01)
     with torch.no_grad():
         references = [level.double() for level in absorbed[0].extract_feat(images[0])]

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# This multiple of its diagonal is added to a Gram matrix of channels, which may be collinear.
-RIDGE = 1e-4
 # Tokens per chunk on a CPU, and on a GPU, where each chunk costs some twenty launches.
 CHUNK, GPU_CHUNK = 4096, 32768
 # Rows of xx per matrix product; the part below the diagonal is copied from the part above.
@@ -150,14 +148,17 @@ class CrossMoments:
         return other
 
     def with_ridge(self, ridge: float) -> CrossMoments:
-        """Returns the sums with ``ridge`` times as many tokens more, whose channels vary as x do but independently."""
+        """Returns the sums with this multiple of the variances added: of the scatter about the means, not the count."""
         other = copy(self)
         if self.count:
             other.xx = self.xx + torch.diag(ridge * self.xx.diagonal())
         return other
 
     def combine(self, matrix: Tensor) -> CrossMoments:
-        """Returns the sums for ``matrix x``, (K, C); a channel of x may have several columns, one after another."""
+        """Returns the sums for ``matrix x``, (K, C); a channel of x may have several columns, one after another.
+
+        The range for int8 stays that of x: components have the variance of the maps.
+        """
 
         def apply(rows: Tensor) -> Tensor:
             return torch.tensordot(matrix, rows.unflatten(0, (matrix.shape[1], -1)), 1).flatten(0, 1)

@@ -32,7 +32,9 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.cli.config import read_config
     from slab_det.common.memory import keep_freed_memory
+    from slab_det.common.numbers import check_threads
 
+    check_threads(args.threads)
     keep_freed_memory()
     cfg = read_config(args.config, args.cfg_options, args.data_root)
     names = ('minutes', 'max_loss', 'eval', 'num_images', 'device', 'threads')

@@ -52,7 +52,10 @@ def tower_inputs(head: nn.Module) -> tuple[str, ...]:
 
 
 def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Channels]:
-    """The outputs of an FPN, which all heads read, and the maps that it adds up before."""
+    """The maps inside an FPN, and its outputs, which all heads read."""
+    if not model.with_neck or type(model.neck) is not FPN:
+        return
+    yield from _inner_channels(model.neck)
     names = ('bbox_head',)
     if isinstance(model, TwoStageDetector):
         # Other RoI heads have more layers that read the maps.
@@ -63,9 +66,8 @@ def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Cha
     # A cascade has a head for each stage.
     heads, extractors = ([part for name in group for part in _parts(model, name)] for group in (names, extractors))
     rules = [find_rule(model.get_submodule(head), 'input_layers') for head in heads]
-    neck = model.neck if model.with_neck else None
-    layers = [rule() for rule in rules] if all(rules) else []
-    if type(neck) is not FPN or not layers or not all(layers):
+    neck, layers = model.neck, [rule() for rule in rules] if all(rules) else []
+    if not layers or not all(layers):
         return
     readers = [f'{head}.{layer}' for head, names in zip(heads, layers, strict=True) for layer in names]
     extra = [f'neck.fpn_convs.{i}.conv' for i in range(len(neck.lateral_convs), len(neck.fpn_convs))]
@@ -76,11 +78,19 @@ def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Cha
         readers += extra if neck.add_extra_convs == 'on_output' else extra[1:]
         writers = [f'neck.fpn_convs.{i}.conv' for i in range(len(neck.fpn_convs))]
         yield Channels('neck', tuple(writers), tuple(readers), tuple(extractors), maps=True)
-        levels = len(neck.lateral_convs)
-        is_plain = not any(conv.with_norm or conv.with_activation for conv in neck.lateral_convs)
-        if is_plain and levels > 1 and neck.add_extra_convs != 'on_lateral':
-            laterals = [f'neck.lateral_convs.{i}.conv' for i in range(levels)]
-            yield Channels('neck.lateral_convs', tuple(laterals), tuple(writers[:levels]), levels=levels, maps=True)
+
+
+def _inner_channels(neck: FPN) -> Iterator[Channels]:
+    """The maps that an FPN adds up, from coarse to fine, before its output convolutions read them."""
+    levels, convs = len(neck.lateral_convs), [*neck.lateral_convs]
+    is_plain = not any(conv.with_norm or conv.with_activation for conv in convs)
+    # Outputs behind a norm or an activation are read from the convolution all the same.
+    is_first = all(conv.order[0] == 'conv' for conv in neck.fpn_convs)
+    if is_plain and is_first and levels > 1 and neck.add_extra_convs != 'on_lateral':
+        writers, readers = (
+            tuple(f'neck.{part}.{i}.conv' for i in range(levels)) for part in ('lateral_convs', 'fpn_convs')
+        )
+        yield Channels('neck.lateral_convs', writers, readers, levels=levels, maps=True)
 
 
 def _parts(model: nn.Module, name: str) -> list[str]:

@@ -300,7 +300,7 @@ class BoxHead:
         self.head, self.merged = head, merged and _is_linear(head)
         if self.merged:
             first, *others = head.shared_fcs
-            by_position = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
+            by_position = first.weight.detach().unflatten(1, (-1, *head.roi_feat_size))
             self.shared = [(by_position.permute(0, 2, 3, 1).flatten(1), first.bias)]
             self.shared += [(layer.weight, layer.bias) for layer in others]
             self.weight = torch.cat([head.fc_cls.weight, head.fc_reg.weight]).detach()

@@ -54,6 +54,11 @@ class ChannelUnit:
         number = len(self.readers) // self.levels
         return [self.readers[i : i + number] for i in range(0, len(self.readers), number)]
 
+    @property
+    def is_per_level(self) -> bool:
+        """Whether each level has readers of its own."""
+        return self.levels > 1
+
     def first(self, count: int) -> Tensor:
         """The indices of the first channels of each head, ``count`` in all."""
         return torch.arange(self.count).view(self.heads, -1)[:, : count // self.heads].flatten()

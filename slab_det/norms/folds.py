@@ -73,9 +73,9 @@ class Channels(NamedTuple):
         tokens: In an attention, the tokens that queries come from and the tokens that keys come from, each as the
             name of a module and its side, 'input' or 'output'.
         levels: Number of levels of a neck, if each has readers of its own: consecutive ``readers`` of equal number.
-        maps: Whether the channels are those of a neck's maps, which are linear in each writer, one for each map. All
-            readers read all maps, each in its own way, and RoI extractors may stand between; or, with ``levels``, each
-            reads a map as it is.
+            Otherwise all readers read all levels.
+        maps: Whether the channels are those of a neck's maps: each map is linear in the output of its writer, and the
+            readers are linear in the maps. RoI extractors may stand between.
     """
 
     name: str

@@ -99,7 +99,7 @@ def optimize(
     start, out = time.monotonic(), Path(out)
     if not minutes > 0 or not max_loss >= 0:
         raise SlabDetError(f'minutes={minutes:g} must be above 0, max_loss={max_loss:g} at least 0')
-    check_threads(threads)
+    check_threads(threads, name='threads=')
     check_own(out)
     try:
         check_writable(out / OPTIMIZE_JSON)
@@ -169,7 +169,7 @@ class _Search:
     def run(self, eval: bool) -> OptimizationReport:
         """Measures, chooses and writes the folder."""
         turns = self.turns
-        turns.check_finds()
+        turns.choose_first_image()
         if eval:
             # First: what a share of the AP means depends on it.
             start = time.monotonic()

@@ -75,7 +75,7 @@ class Turns:
         """Whether no step may begin any more."""
         return time.monotonic() >= self.deadline
 
-    def check_finds(self) -> None:
+    def choose_first_image(self) -> None:
         """Puts the first held-out image first in which the original detector finds something, mirrored too.
 
         Raises:

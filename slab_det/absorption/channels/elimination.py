@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.moments import RIDGE, CrossMoments
+from slab_det.absorption.moments import CrossMoments
 from slab_det.fusion.channels import columns_of
+
+# This multiple of its diagonal is added to a Gram matrix of channels, which may be collinear.
+RIDGE = 1e-4
 
 
 def join_channels(parts: Sequence[CrossMoments], channels: int) -> CrossMoments:

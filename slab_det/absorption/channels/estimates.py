@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.absorption.channels.elimination import join_channels, lost_logits, rank_channels
-from slab_det.absorption.channels.maps import find_components, sensitivity
+from slab_det.absorption.channels.maps import find_components, measure_sensitivity
 from slab_det.absorption.channels.observed import Observed
 from slab_det.absorption.channels.pruning import with_outputs
 from slab_det.fusion.channels import ChannelUnit, output_parameters
@@ -27,7 +27,8 @@ class Estimates:
         unit: The unit.
         counts: The numbers of channels that may stay, from all of them down.
         losses: Estimated loss for each of them, 0 for all channels: the variance of the error in the residual stream,
-            or of a head's outputs, over the variance of the stream or of the outputs.
+            or of a head's outputs, over the variance of the stream or of the outputs; of maps, of the outputs of the
+            layers that read them, the sum over these layers.
         order: The order in which the channels go; None for maps, which lose components.
     """
 
@@ -91,7 +92,7 @@ def estimate_losses(model: nn.Module, unit: ChannelUnit, observed: Observed) -> 
     counts = possible_counts(unit)
     if unit.maps:
         (maps,) = observed.channels
-        losses = find_components(maps, sensitivity(model, unit, maps)).losses
+        losses = find_components(maps, measure_sensitivity(model, unit, maps)).losses
         return Estimates(unit, counts, [0.0, *map(float, losses[counts[1:]])])
     # The outputs of the readers, which are linear in the channels.
     parts = [

@@ -19,7 +19,7 @@ class Components(NamedTuple):
         encoder: E, (C, C).
         decoder: D, (C, C).
         losses: The share of the variance of the readers' outputs, summed over readers, that is lost if only the first
-            0, 1, ..., C components stay, (C + 1,); see :func:`sensitivity`.
+            0, 1, ..., C components stay, (C + 1,); see :func:`measure_sensitivity`.
     """
 
     encoder: Tensor
@@ -28,13 +28,14 @@ class Components(NamedTuple):
 
 
 @torch.no_grad()
-def sensitivity(model: nn.Module, unit: ChannelUnit, moments: CrossMoments) -> Tensor:
+def measure_sensitivity(model: nn.Module, unit: ChannelUnit, moments: CrossMoments) -> Tensor:
     """How much an error of the maps changes the outputs of the readers, (C, C).
 
-    With W_p the weight of a reader at position p of its kernel or of its region, and S the second moments of the maps,
-    the outputs of the reader have the variances ``v = sum_p diag(W_p S W_p^T)``, if positions are independent. An
-    error with the second moments E then has the share ``trace(Q E)`` of these variances, the mean over the outputs and
-    the sum over the readers, with ``Q = sum over readers of sum_p W_p^T diag(1 / v) W_p / number of outputs``.
+    With W_p the weight of a reader at position p of its kernel or of its region, and C the covariance of the maps, the
+    outputs of the reader have the variances ``v = sum_p diag(W_p C W_p^T)``, if positions are independent. An error
+    with the second moments E then has the share ``trace(Q E)`` of these variances, the mean over the outputs and the
+    sum over the readers, with ``Q = sum over readers of sum_p W_p^T diag(1 / v) W_p / number of outputs``. Readers of
+    one level each, inside an FPN, are treated as if they read all levels.
 
     Args:
         model: The student.
@@ -55,7 +56,7 @@ def sensitivity(model: nn.Module, unit: ChannelUnit, moments: CrossMoments) -> T
 def find_components(moments: CrossMoments, sensitivity: Tensor) -> Components:
     """Finds the components of the maps of which any first K are the K combinations that lose least.
 
-    With S the second moments of x and Q the sensitivity, the error of the best ``A B x`` of rank K is the sum of all
+    With ``S = E x x^T`` and Q the sensitivity, the error of the best ``A B x`` of rank K is the sum of all
     but the K largest eigenvalues of ``Q^1/2 S Q^1/2 = V diag(l) V^T``, with ``B = V_K^T Q^1/2`` and
     ``A = S Q^1/2 V_K diag(1 / l_K)``. The components are scaled to the mean variance of the maps, so that int8 rounds
     each as finely as the maps.
@@ -65,14 +66,15 @@ def find_components(moments: CrossMoments, sensitivity: Tensor) -> Components:
     values, vectors = torch.linalg.eigh(root @ second @ root)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     varies = values > 1e-12 * values[0]
-    scale = torch.where(varies, second.diagonal().mean() / values, 1.0).sqrt()
+    # Larger rows would leave the range of float16.
+    scale = (second.diagonal().mean() / values.clamp(min=max(1e-6 * float(values[0]), 1e-300))).sqrt()
     decoder = torch.where(varies, second @ root @ vectors / values / scale, 0.0)
     losses = torch.nn.functional.pad(values.flip(0).cumsum(0).flip(0), (0, 1))
     return Components(scale[:, None] * (root @ vectors).T, decoder, losses)
 
 
 @torch.no_grad()
-def combine_channels(model: nn.Module, unit: ChannelUnit, kept: int, moments: CrossMoments) -> tuple[Tensor, float]:
+def keep_components(model: nn.Module, unit: ChannelUnit, kept: int, moments: CrossMoments) -> tuple[Tensor, float]:
     """Leaves the first components of the maps in place of their channels: writers encode, and readers decode.
 
     A neck is linear in its outputs, and so are its readers. Nothing has a shift, because the zeros around a map have
@@ -86,9 +88,9 @@ def combine_channels(model: nn.Module, unit: ChannelUnit, kept: int, moments: Cr
 
     Returns:
         The encoder of the components that stay, (K, C), and the share of the variance of the readers' outputs that is
-        lost, see :func:`sensitivity`, the mean over readers.
+        lost, see :func:`measure_sensitivity`, the mean over readers.
     """
-    components = find_components(moments, sensitivity(model, unit, moments))
+    components = find_components(moments, measure_sensitivity(model, unit, moments))
     encoder, decoder = components.encoder[:kept], components.decoder[:, :kept]
     for layer in map(model.get_submodule, unit.readers):
         weight = input_weight(layer).double().unflatten(1, (unit.count, -1))

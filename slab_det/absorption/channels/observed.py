@@ -160,12 +160,11 @@ class Observer:
                 found, stream_layer = observed[name], self.stream_layers.get(unit.readers[0])
                 if unit.maps:
                     # Behind its lateral convolutions an FPN adds the maps of coarser levels.
-                    has_levels = unit.levels > 1
-                    layers, side = (unit.readers, 'input') if has_levels else (unit.writers, 'output')
+                    layers, side = (unit.readers, 'input') if unit.is_per_level else (unit.writers, 'output')
                     for level, layer in enumerate(layers):
                         probe(Probe(layer, side), see_map, moments=found.channels[0], level=level)
                     for level, (reader, moments) in enumerate(found.readers.items()):
-                        hook(reader, see_reader, moments=moments, name=reader, level=level if has_levels else 0)
+                        hook(reader, see_reader, moments=moments, name=reader, level=level if unit.is_per_level else 0)
                 elif stream_layer:
                     # A convolution in an FFN has kernel 1 and reads a map or tokens.
                     is_map = isinstance(self.model.get_submodule(stream_layer.name), nn.Conv2d)

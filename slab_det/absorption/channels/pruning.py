@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.absorption.channels.elimination import reduce_rank
-from slab_det.absorption.channels.maps import combine_channels
+from slab_det.absorption.channels.maps import keep_components
 from slab_det.absorption.channels.observed import Observed
 from slab_det.absorption.moments import Affine, CrossMoments
 from slab_det.absorption.regression import ridge_fits
@@ -26,6 +26,8 @@ from slab_det.fusion.channels import (
 # Ridge of the fits, towards the weights that the teacher has for the channels that stay. In a detector its errors on
 # other images were within two hundredths of those of the best ridge, with 5, 12 and 60 images to fit.
 FIT_RIDGE = 1e-4
+# Keeps a component without variance as it is.
+TINY_RIDGE = 1e-9
 
 
 class Pruned(NamedTuple):
@@ -46,7 +48,7 @@ def prune_channels(
     model: nn.Module,
     counts: Mapping[str, int],
     observed: Callable[[str], Observed],
-    orders: Mapping[str, Tensor | None],
+    orders: Mapping[str, Tensor],
 ) -> dict[str, Pruned]:
     """Removes channels of a copy of the teacher, and fits the layers that read them, without running it.
 
@@ -57,7 +59,7 @@ def prune_channels(
         model: The copy, changed in place.
         counts: Number of channels to leave in each unit that loses some, by its name.
         observed: Returns what the teacher computes around the unit with a name.
-        orders: The order in which the channels of each unit go; unused for maps.
+        orders: The order in which the channels go, by the name of each unit that is no map.
 
     Returns:
         What became of each unit, by its name.
@@ -65,16 +67,16 @@ def prune_channels(
     units, found = find_channels(model), {}
     # Maps go first, those that an FPN adds up before its outputs: their errors count in all outputs of the layers that
     # read them.
-    for name in sorted(counts, key=lambda name: (not units[name].maps, -units[name].levels)):
-        unit, kept, seen, order = units[name], counts[name], observed(name), orders[name]
+    for name in sorted(counts, key=lambda name: (not units[name].maps, not units[name].is_per_level)):
+        unit, kept, seen = units[name], counts[name], observed(name)
         if unit.maps:
-            found[name] = _remove_maps(model, unit, kept, seen)
+            found[name] = _reduce_maps(model, unit, kept, seen)
             continue
         if unit.tokens:
             weight, bias = output_parameters(model.get_submodule(unit.writers[0]))
             padding = getattr(model.get_submodule(unit.owner), 'padding_qkv', None)
             reduce_rank(seen.queries, seen.keys, weight, bias, unit.heads, kept // unit.heads, padding)
-        found[name] = _remove_hidden(model, unit, kept, seen, order)
+        found[name] = _remove_hidden(model, unit, kept, seen, orders[name])
     return found
 
 
@@ -129,16 +131,16 @@ def _write(layers: list[nn.Module], fit: Affine) -> None:
             layer.bias.copy_(shift)
 
 
-def _remove_maps(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observed) -> Pruned:
+def _reduce_maps(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observed) -> Pruned:
     """Leaves components of a neck's maps, and fits the layers that read them where their inputs were observed."""
-    # A ridge in the channels: some components vary too little for one of their own.
+    # The ridge is added before channels are combined: of components, it would be larger than those that vary little.
     targets = {
         name: with_outputs(part.with_ridge(FIT_RIDGE), [model.get_submodule(name)])
         for name, part in seen.readers.items()
         if part.count
     }
-    encoder, error = combine_channels(model, unit, kept, seen.channels[0])
+    encoder, error = keep_components(model, unit, kept, seen.channels[0])
     for name, target in targets.items():
         layer = model.get_submodule(name)
-        _write([layer], _fit(target.combine(encoder), input_weight(layer), ridge=1e-9))
+        _write([layer], _fit(target.combine(encoder), input_weight(layer), ridge=TINY_RIDGE))
     return Pruned(error, encoder)

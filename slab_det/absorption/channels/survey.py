@@ -15,14 +15,13 @@ from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observed, Observer
 from slab_det.absorption.channels.pruning import prune_channels
 from slab_det.absorption.images import WHOLE, is_held_out
+from slab_det.absorption.probes import backbone_prefix
 from slab_det.common.errors import ConversionError
 from slab_det.common.modules import copy_module
 from slab_det.compare.ruler import RetainedAP
 from slab_det.fusion.channels import ChannelUnit
 from slab_det.measure.cost import LayerCosts, count_multiply_adds
 
-# The kinds of layers whose units change the maps that heads read.
-MAP_KINDS = 'FFN', 'attention', 'neck', 'neck.lateral_convs'
 # Most batches that are observed.
 OBSERVED = 64
 
@@ -113,15 +112,18 @@ class Survey:
         return maps
 
     @property
-    def _orders(self) -> dict[str, Tensor | None]:
-        return {name: found.order for name, found in self.estimates.items()}
+    def _orders(self) -> dict[str, Tensor]:
+        return {name: found.order for name, found in self.estimates.items() if found.order is not None}
 
     def judge_draft(self, judge: Judge, counts: Mapping[str, int]) -> RetainedAP:
         """Judges drafts with these numbers of channels, each on batches that it is not fitted on."""
         first, second = (self.make_draft(counts, half) for half in self.halves)
-        heads = {name for kind, names in self.kinds.items() if kind not in MAP_KINDS for name in names}
         students = {batch: second if batch in self.halves[0].batches else first for batch in judge.batches}
-        return judge.measure(students, same_maps=counts.keys() <= heads)
+        return judge.measure(students, same_maps=all(map(self._is_in_head, counts)))
+
+    def _is_in_head(self, name: str) -> bool:
+        """Whether a unit is in a head, so that backbone and neck compute the same maps without its channels."""
+        return not (self.estimates[name].unit.maps or name.startswith(backbone_prefix(self.observer.model)))
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
         """The multiply-adds with these numbers of channels, of the whole detector or of some layers."""
