@@ -183,7 +183,9 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
     def from_scratch(start: str) -> dict:
         """A student's layers, trained with labels and random weights for about the time of survey and fine-tune."""
         fused = Config.fromfile(folder / f'{start}_config.py')
-        config = Config({**cfg.to_dict(), **schedule(SCRATCH, lr_end=8e-6), 'model': fused.model.to_dict()})
+        config = copy.deepcopy(cfg)
+        config.model = fused.model
+        config.merge_from_dict(schedule(SCRATCH, lr_end=8e-6))
         file = folder / f'{start}_scratch_config.py'
         config.dump(file)
         last = train(file, folder / f'{start}_scratch', args.data_root, f'randomness.seed={seed}')

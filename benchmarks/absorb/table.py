@@ -98,7 +98,7 @@ def students_table(rows: list[dict]) -> str:
 
 
 def tuned_table(rows: list[dict]) -> str:
-    """Mask and box AP of students, seed by seed, in closed form and after a fine-tune without labels."""
+    """AP of students, seed by seed, in closed form, after a fine-tune without labels, and by what needs labels."""
     found: dict[str, list[dict]] = {}
     for row in sorted(rows, key=lambda row: row['seed']):
         found.setdefault(row['name'], []).append(row)
@@ -107,11 +107,17 @@ def tuned_table(rows: list[dict]) -> str:
         values = [[f'{100 * row[key]:.1f}' for row in found.get(name, ())] for key in ('AP', 'box_AP')]
         return [', '.join(column) or '–' for column in values]
 
-    lines = [['the teacher', '', *cells('teacher'), '–', '–']]
+    def with_labels(name: str, *ways: str) -> list[str]:
+        return [cells(f'{name}{way}')[0] for way in ways]
+
+    lines = [['the teacher', '', *cells('teacher'), *4 * '–']]
     for name, students in found.items():
         if 'share' in students[0]:
             shares = ', '.join(f'{row["share"]:.2f}' for row in students)
-            lines.append([f'`--{name}`', shares, *cells(name), *cells(f'{name}, tuned without labels')])
-    lines.append(['`--channels 1 --norms remove`', '', *cells('all gone'), *cells('tuned without labels')])
-    tuned = 'after the fine-tune: {}'
-    return format_table(['', 'multiply-adds left', *(text.format(ap) for text in ('{}', tuned) for ap in APS)], lines)
+            ways = with_labels(name, ', tuned', ', from scratch')
+            lines.append([f'`--{name}`', shares, *cells(name), *cells(f'{name}, tuned without labels'), *ways])
+    ways = [*with_labels('tuned', ''), '–']
+    lines.append(['`--channels 1 --norms remove`', '', *cells('all gone'), *cells('tuned without labels'), *ways])
+    titles = [text.format(ap) for text in ('{}', 'after the fine-tune: {}') for ap in APS]
+    titles += ['with labels: mask AP', 'from scratch: mask AP']
+    return format_table(['', 'multiply-adds left', *titles], lines)
