@@ -38,7 +38,7 @@ def measure_sensitivity(model: nn.Module, unit: ChannelUnit, moments: CrossMomen
     one level each, inside an FPN, are treated as if they read all levels.
 
     Args:
-        model: The student.
+        model: The teacher, or a copy of it.
         unit: The channels of the maps, before any goes.
         moments: Sums of the maps about their means, as x.
     """

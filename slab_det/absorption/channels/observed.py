@@ -79,10 +79,8 @@ class Observer:
         self.model, self.images, self.int8 = model, images, int8
         self.family = find_absorbed(model) if images.regions else None
         layers = find_stream_layers(model)
-        self.features = find_features(model, layers)
-        if self.family:
-            # Heads read the maps of any neck.
-            self.features = lambda net, image: net.extract_feat(image)
+        # Heads read the maps of any neck.
+        self.features = (lambda net, image: net.extract_feat(image)) if self.family else find_features(model, layers)
         self.stream_layers = {layer.name: layer for layer in layers}
         found = find_channels(model)
         probes = [layer.target for layer in layers] + [Probe(layer.name, 'output') for layer in layers]
