@@ -130,8 +130,8 @@ def _sample_like(sample: DetDataSample) -> DetDataSample:
 
 
 def _crop_grid(model: nn.Module) -> int:
-    """The number of pixels on which the windows of every stage of a Swin begin; 0 if its outputs depend on the size of
-    the image otherwise than by windows, so that it must see whole images."""
+    """The number of pixels on which the windows of every stage of a Swin begin; 0 for a backbone that must see whole
+    images, because its attention or its positions span the map."""
     windows = [module.w_msa for module in model.modules() if isinstance(module, ShiftedWindowAttention)]
     is_global = any(isinstance(module, MapAttention) for module in model.modules())
     has_positions = getattr(getattr(model, 'backbone', model), 'absolute_pos_embed', None) is not None

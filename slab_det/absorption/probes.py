@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.fusion.folding import join_names
-from slab_det.norms.folds import Write, find_rule
-
-# Runs a model on the image tensor of a batch, (B, 3, H, W).
-Forward = Callable[[Tensor], object]
+from slab_det.norms.folds import find_rule
 
 
 class Probe(NamedTuple):
@@ -46,36 +43,38 @@ def find_stream_layers(model: nn.Module) -> list[StreamLayer]:
         if not rule or any(name.startswith(f'{prefix}.') for name in found):
             continue
         for write in rule():
-            layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
+            layer, stream, source = (name and join_names(prefix, name) for name in write)
             # A layer that is its own stream, such as a convolution of an FPN, is fitted to its output.
             target = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
             found[layer] = StreamLayer(layer, Probe(source, 'output') if source else Probe(layer, 'input'), target)
     return [*found.values()]
 
 
-def backbone_prefix(model: nn.Module) -> str:
-    """The prefix of the backbone's module names: 'backbone.' in a detector, '' in a backbone."""
-    return 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
+def is_in_backbone(model: nn.Module, name: str) -> bool:
+    """Whether a module with this name belongs to the backbone of a detector; in a backbone, every module does."""
+    return name.startswith('backbone.') or not _has_backbone(model)
 
 
-def find_features(model: nn.Module, layers: Iterable[StreamLayer]) -> Callable[[nn.Module, Tensor], object]:
-    """Returns what runs ``model`` or a copy of it on an image: its backbone, and its neck if some of the layers are
-    there."""
-    prefix = backbone_prefix(model)
+def run_features(model: nn.Module, image: Tensor) -> object:
+    """Runs the backbone of a model on an image (B, 3, H, W), and its neck where ``extract_feat`` does."""
+    if hasattr(model, 'extract_feat'):
+        return model.extract_feat(image)
     # A video detector has no extract_feat, so there is no known way to run its neck.
-    if hasattr(model, 'extract_feat') and not all(layer.name.startswith(prefix) for layer in layers):
-        return lambda net, image: net.extract_feat(image)
-    return lambda net, image: (net.backbone if prefix else net)(image)
+    return (model.backbone if _has_backbone(model) else model)(image)
 
 
-def trace(model: nn.Module, forward: Forward, image: Tensor, probes: Iterable[Probe]) -> list[Probe]:
-    """Runs the model once and returns the probes at each of their calls, in the order in which they are reached."""
+def _has_backbone(model: nn.Module) -> bool:
+    return isinstance(getattr(model, 'backbone', None), nn.Module)
+
+
+def trace(model: nn.Module, image: Tensor, probes: Iterable[Probe]) -> list[Probe]:
+    """Runs the model on an image, and returns the probes at each of their calls, in the order of the calls."""
     calls: list[Probe] = []
     with ExitStack() as stack, torch.no_grad():
         for probe in dict.fromkeys(probes):
             module = model.get_submodule(probe.module)
             stack.callback(register_probe(module, probe.side, lambda value, at=probe: calls.append(at)).remove)
-        forward(image)
+        run_features(model, image)
     return calls
 
 

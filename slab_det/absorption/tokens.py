@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Tokens of an image that a fit of a layer reads, and least number of positions of a map that a fit of a convolution
-# reads. With a hundred images the widest layers of a Swin-T have some thirty rows for each column.
+# A fit reads at most this many tokens of an image. Of a larger map it reads every n-th row, so that at least this many
+# positions are left. With a hundred images the widest layers of a Swin-T have some thirty rows for each column.
 POSITIONS = 1024
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 

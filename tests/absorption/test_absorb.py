@@ -299,14 +299,14 @@ def test_a_walk_drops_outputs_that_no_later_block_reads(tmp_path, left):
 
     model, image, cpu = Skipping(*(nn.Linear(3, 3) for _ in range(3))), torch.ones(1, 3), torch.device('cpu')
 
-    reads = walk.find_reads(model, model, '012', image)
+    reads = walk.find_reads(model, '012', image)
     assert reads == {'0': {walk.IMAGE}, '1': {'0'}, '2': {'0', '1'}}
     store = TensorStore(tmp_path, cpu)
     store.left = {cpu: left}
     store.put('0', image)
-    stored, one = [], walk.Walk(model, model, reads, store)
+    stored, one = [], walk.Walk(model, reads, store)
     for name in '012':
-        (output,) = one.run(0, name, [Probe(name, 'output')], finish=name)
+        (output,) = one.run(0, name, [Probe(name, 'output')], finish=True)
         stored.append([*store.values])
         assert sorted(path.stem for path in tmp_path.iterdir()) == (stored[-1] if not left else [])
     torch.testing.assert_close(output, model(image))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slab_det.absorption.channels import elimination
 from slab_det.absorption.channels.elimination import lost_logits, rank_channels, reduce_rank
 from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.regression import RIDGES, Split, diagonal_fit, ridge_fits
@@ -150,7 +151,12 @@ def test_a_weight_counts_tokens_several_times():
         torch.testing.assert_close(torch.as_tensor(getattr(weighted, name)).double(), torch.as_tensor(value).double())
 
 
-def test_channels_are_ranked_by_backward_elimination():
+@pytest.fixture
+def no_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elimination, 'RIDGE', 0.0)
+
+
+def test_channels_are_ranked_by_backward_elimination(no_ridge):
     """The oracle runs one regression for each set of remaining channels."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, 9, generator=generator, dtype=torch.float64) @ torch.randn(9, 9, dtype=torch.float64)
@@ -163,7 +169,7 @@ def test_channels_are_ranked_by_backward_elimination():
             losses[channel] = (centred_y - others @ torch.linalg.lstsq(others, centred_y).solution).square().sum()
         order.append(min(losses, key=losses.get))
         left.remove(order[-1])
-    assert rank_channels(moments_of(x, y), ridge=0.0)[0].tolist() == order
+    assert rank_channels(moments_of(x, y))[0].tolist() == order
 
 
 def test_changed_targets_and_selected_channels_give_the_moments_of_their_tokens():
@@ -190,7 +196,7 @@ def test_one_channel_of_each_equal_pair_is_removed_first():
 
 
 @pytest.mark.parametrize(('heads', 'columns'), [(1, 1), (3, 1), (1, 2)])
-def test_channels_are_ranked_with_their_columns_and_one_in_each_head(heads, columns):
+def test_channels_are_ranked_with_their_columns_and_one_in_each_head(no_ridge, heads, columns):
     """The oracle runs one regression for each set of channels that stay."""
     x = torch.randn(500, 6 * columns, dtype=torch.float64) @ torch.randn(6 * columns, 6 * columns, dtype=torch.float64)
     y = x @ torch.randn(6 * columns, 3, dtype=torch.float64)
@@ -200,7 +206,7 @@ def test_channels_are_ranked_with_their_columns_and_one_in_each_head(heads, colu
         some = x.unflatten(1, (6, columns))[:, sorted(channels)].flatten(1)
         return float((y - some @ torch.linalg.lstsq(some, y).solution).square().sum()) if channels else y.square().sum()
 
-    order, added = rank_channels(moments_of(x, y), heads, columns, ridge=0.0)
+    order, added = rank_channels(moments_of(x, y), heads, columns)
     left = {*range(6)}
     for start in range(0, 6, heads):
         parts = [[c for c in left if c // (6 // heads) == head] for head in range(heads)]

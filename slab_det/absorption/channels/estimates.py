@@ -16,6 +16,7 @@ from slab_det.absorption.channels.elimination import join_channels, lost_logits,
 from slab_det.absorption.channels.maps import find_components, measure_sensitivity
 from slab_det.absorption.channels.observed import Observed
 from slab_det.absorption.channels.pruning import with_outputs
+from slab_det.absorption.probes import is_in_backbone
 from slab_det.fusion.channels import ChannelUnit, output_parameters
 
 
@@ -26,9 +27,9 @@ class Estimates:
     Attributes:
         unit: The unit.
         counts: The numbers of channels that may stay, from all of them down.
-        losses: Estimated loss for each of them, 0 for all channels: the variance of the error in the residual stream,
-            or of a head's outputs, over the variance of the stream or of the outputs; of maps, of the outputs of the
-            layers that read them, the sum over these layers.
+        losses: Estimated loss for each of them; the first is 0. In the backbone: the variance of the error in the
+            residual stream, over the variance of the stream. In a head: the same of its outputs. Of maps: the same of
+            the outputs of each layer that reads them, summed over the layers.
         order: The order in which the channels go; None for maps, which lose components.
     """
 
@@ -65,12 +66,12 @@ class Price:
         return max(lines, default=0.0)
 
 
-def layer_kind(unit: ChannelUnit) -> str:
+def layer_kind(model: nn.Module, unit: ChannelUnit) -> str:
     """The kind of a unit: 'FFN' or 'attention' of a backbone, the name of the unit in a neck, or of a head, without a
     number."""
     if unit.maps:
         return unit.name
-    if unit.name.startswith('backbone.'):
+    if is_in_backbone(model, unit.name):
         return 'attention' if unit.tokens else 'FFN'
     return re.sub(r'\.\d+$', '', unit.owner)
 

@@ -28,8 +28,8 @@ LEAST_JUDGED = 10
 class Judge:
     """Estimates without labels which share of the teacher's AP a student retains.
 
-    Students do better on the images that they are fitted on, so every student is shown others. Of large images it sees
-    the crops that fits read.
+    Students do better on the images that they are fitted on, so a student is judged on other images. From large images
+    the judge takes the same crops as the fits.
 
     Args:
         teacher: In eval mode.

@@ -15,11 +15,11 @@ from slab_det.absorption.images import Images
 from slab_det.absorption.moments import CrossMoments
 from slab_det.absorption.probes import (
     Probe,
-    backbone_prefix,
-    find_features,
     find_stream_layers,
+    is_in_backbone,
     is_shared,
     register_probe,
+    run_features,
     trace,
 )
 from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
@@ -40,8 +40,8 @@ class Observed:
         channels: The channels as x, as the readers of each level read them; of maps, of all levels together.
         stream: The residual stream behind the readers as y; empty in neck and heads.
         queries, keys: In an attention, the tokens that queries and keys come from as x.
-        readers: The inputs of each layer that reads maps as x, by its name, but for layers with more than
-            ``MAX_COLUMNS`` inputs, and those that write maps of the unit.
+        readers: By name, the inputs, as x, of each layer that reads maps. Layers with more than ``MAX_COLUMNS`` inputs,
+            and layers that also write maps of the unit, are left out.
     """
 
     def __init__(self, unit: ChannelUnit, model: nn.Module, int8: bool) -> None:
@@ -79,13 +79,11 @@ class Observer:
         self.model, self.images, self.int8 = model, images, int8
         self.family = find_absorbed(model) if images.regions else None
         layers = find_stream_layers(model)
-        # Heads read the maps of any neck.
-        self.features = (lambda net, image: net.extract_feat(image)) if self.family else find_features(model, layers)
         self.stream_layers = {layer.name: layer for layer in layers}
         found = find_channels(model)
         probes = [layer.target for layer in layers] + [Probe(layer.name, 'output') for layer in layers]
         probes += [at for unit in found.values() for at in self._tokens(unit)]
-        calls = trace(model, partial(self.features, model), images.store.get('0'), probes)
+        calls = trace(model, images.store.get('0'), probes)
         reached = {name: unit for name, unit in found.items() if self._is_reached(unit, calls)}
         self.units = {name: unit for name, unit in reached.items() if not unit.reason}
         self.reasons = {name: unit.reason for name, unit in reached.items() if unit.reason}
@@ -95,7 +93,7 @@ class Observer:
 
     def _is_reached(self, unit: ChannelUnit, calls: list[Probe]) -> bool:
         """Whether absorption runs the layers of a unit, those of a backbone once."""
-        if not unit.name.startswith(backbone_prefix(self.model)):
+        if not is_in_backbone(self.model, unit.name):
             return self.family is not None
         if unit.reason:
             return True
@@ -107,7 +105,7 @@ class Observer:
 
     def run(self, model: nn.Module, image: Tensor, batch: int) -> None:
         """Runs a copy of the teacher as far as its channels can go: heads at the regions that the teacher found."""
-        found = self.features(model, image)
+        found = run_features(model, image)
         if self.family:
             self.family.run_heads(model, found, self.images.regions[batch])
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.channels.elimination import reduce_rank
+from slab_det.absorption.channels.elimination import RIDGE, reduce_rank
 from slab_det.absorption.channels.maps import keep_components
 from slab_det.absorption.channels.observed import Observed
 from slab_det.absorption.moments import Affine, CrossMoments
@@ -23,9 +23,6 @@ from slab_det.fusion.channels import (
     set_input_weight,
 )
 
-# Ridge of the fits, towards the weights that the teacher has for the channels that stay. In a detector its errors on
-# other images were within two hundredths of those of the best ridge, with 5, 12 and 60 images to fit.
-FIT_RIDGE = 1e-4
 # Keeps a component without variance as it is.
 TINY_RIDGE = 1e-9
 
@@ -65,8 +62,8 @@ def prune_channels(
         What became of each unit, by its name.
     """
     units, found = find_channels(model), {}
-    # Maps go first, those that an FPN adds up before its outputs: their errors count in all outputs of the layers that
-    # read them.
+    # Maps go before hidden channels, and maps inside an FPN before its outputs: the share of an error that
+    # keep_components gives refers to all outputs of the readers.
     for name in sorted(counts, key=lambda name: (not units[name].maps, not units[name].is_per_level)):
         unit, kept, seen = units[name], counts[name], observed(name)
         if unit.maps:
@@ -118,7 +115,8 @@ def _remove_hidden(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observe
     return Pruned(float(sum(errors)) / len(errors))
 
 
-def _fit(moments: CrossMoments, prior: Tensor, ridge: float = FIT_RIDGE) -> Affine:
+def _fit(moments: CrossMoments, prior: Tensor, ridge: float = RIDGE) -> Affine:
+    """The fit with a ridge towards ``prior``, the weights that the teacher has for the channels that stay."""
     return next(ridge_fits(moments, prior.double(), (ridge,)))
 
 
@@ -133,9 +131,9 @@ def _write(layers: list[nn.Module], fit: Affine) -> None:
 
 def _reduce_maps(model: nn.Module, unit: ChannelUnit, kept: int, seen: Observed) -> Pruned:
     """Leaves components of a neck's maps, and fits the layers that read them where their inputs were observed."""
-    # The ridge is added before channels are combined: of components, it would be larger than those that vary little.
+    # The ridge is added before channels are combined: in components it would exceed the variance of the last ones.
     targets = {
-        name: with_outputs(part.with_ridge(FIT_RIDGE), [model.get_submodule(name)])
+        name: with_outputs(part.with_ridge(RIDGE), [model.get_submodule(name)])
         for name, part in seen.readers.items()
         if part.count
     }

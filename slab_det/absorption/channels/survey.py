@@ -15,7 +15,7 @@ from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observed, Observer
 from slab_det.absorption.channels.pruning import prune_channels
 from slab_det.absorption.images import WHOLE, is_held_out
-from slab_det.absorption.probes import backbone_prefix
+from slab_det.absorption.probes import is_in_backbone
 from slab_det.common.errors import ConversionError
 from slab_det.common.modules import copy_module
 from slab_det.compare.ruler import RetainedAP
@@ -65,7 +65,7 @@ class Survey:
         self.alone = observer.reasons | {name: unknown for name in found if name not in self.estimates}
         self.kinds: dict[str, list[str]] = defaultdict(list)
         for name, estimates in self.estimates.items():
-            self.kinds[layer_kind(estimates.unit)].append(name)
+            self.kinds[layer_kind(teacher, estimates.unit)].append(name)
         self.prices = dict.fromkeys(self.kinds, Price())
         self.layers: dict[str, tuple[float, list[str]]] = {}
         for name, estimates in self.estimates.items():
@@ -123,7 +123,7 @@ class Survey:
 
     def _is_in_head(self, name: str) -> bool:
         """Whether a unit is in a head, so that backbone and neck compute the same maps without its channels."""
-        return not (self.estimates[name].unit.maps or name.startswith(backbone_prefix(self.observer.model)))
+        return not (self.estimates[name].unit.maps or is_in_backbone(self.observer.model, name))
 
     def multiply_adds(self, counts: Mapping[str, int], layers: Iterable[str] = ()) -> float:
         """The multiply-adds with these numbers of channels, of the whole detector or of some layers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -40,10 +39,8 @@ def absorb_norms(
     """
     blocks, cache = [*plan.blocks], BlockCache(plan, student, work_dir)
     finished = cache.load(student, report)
-    walks = (
-        Walk(net, partial(plan.features, net), plan.reads, plan.images.store, name)
-        for name, net in (('teacher', plan.teacher), ('student', student))
-    )
+    models = dict(teacher=plan.teacher, student=student)
+    walks = (Walk(model, plan.reads, plan.images.store, name) for name, model in models.items())
     pair = Pair(*walks, plan.images, plan.fusions, maps, plan.int8, report)
     left = blocks[len(finished) :]
     pair.finish(finished if left else ())
@@ -51,7 +48,7 @@ def absorb_norms(
     for block in Progress(left, title, disable=not (progress and left)):
         for step in plan.blocks[block]:
             # Nothing reads the last block.
-            pair.begin(block, '' if block == step.finishes == blocks[-1] else step.finishes)
+            pair.block, pair.is_last = block, block != blocks[-1] and step == plan.blocks[block][-1]
             step.fit(pair)
-            pair.end()
         cache.save(block, student, report)
+        pair.finish([block] if block != blocks[-1] else [])

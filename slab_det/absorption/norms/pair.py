@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -30,6 +30,8 @@ class Pair:
 
     Attributes:
         model: The student, which steps change.
+        block: The block whose steps are fitted. Those before it are finished.
+        is_last: Whether the step is the last one before the block is finished.
     """
 
     def __init__(
@@ -45,28 +47,14 @@ class Pair:
         self.teacher, self.student, self.images, self.fusions = teacher, student, images, fusions
         self.maps, self.int8, self.report = maps, int8, report
         self.model: nn.Module = student.model
-        self._block = self._finishes = ''
-        # The walks and batches that have finished what the step finishes.
-        self._finished: set[tuple[str, int]] = set()
+        self.block, self.is_last = '', False
 
-    def begin(self, block: str, finishes: str) -> None:
-        """Begins a step of a block, which finishes a module, or none ('')."""
-        self._block, self._finishes = block, finishes
-        self._finished.clear()
-
-    def end(self) -> None:
-        """Ends a step: runs teacher and student where they have not finished the module in the runs of the fit."""
-        for batch in self.batches() if self._finishes else ():
-            for walk in (self.teacher, self.student):
-                if (walk.name, batch) not in self._finished:
-                    walk.run(batch, self._block, finish=self._finishes)
-
-    def finish(self, blocks: Iterable[str]) -> None:
-        """Runs blocks whose fits are done."""
+    def finish(self, blocks: Sequence[str]) -> None:
+        """Finishes blocks whose fits are done."""
         for batch in self.batches() if blocks else ():
             for block in blocks:
                 for walk in (self.teacher, self.student):
-                    walk.run(batch, block, finish=block)
+                    walk.finish(batch, block)
 
     def batches(self) -> Iterator[int]:
         """Yields the indices of all batches."""
@@ -76,12 +64,12 @@ class Pair:
     def run_teacher(self, batch: int, probe: Probe) -> Tensor:
         """The teacher's tensor."""
         # No fit changes the teacher's output.
-        (found,) = self.teacher.run(batch, self._block, [probe], self._finish(self.teacher, batch))
+        (found,) = self.teacher.run(batch, self.block, [probe], finish=self.is_last)
         return found
 
     def run_student(self, batch: int, *probes: Probe) -> list[Tensor]:
         """The student's tensors."""
-        return self.student.run(batch, self._block, probes, self._finish_student(batch))
+        return self.student.run(batch, self.block, probes)
 
     def differs(self) -> bool:
         """Whether the student already differs from the teacher, so that a layer has something to correct."""
@@ -90,15 +78,3 @@ class Pair:
     def empty_moments(self) -> Split:
         """Sums without a token."""
         return Split(CrossMoments(self.int8), CrossMoments(self.int8))
-
-    def _finish_student(self, batch: int) -> str:
-        # Before the fit the student's output is not final. The module may still be finished in a run for the fit if no
-        # other block reads its values: then only the shape of the output is used.
-        is_read = any(self._block in names for names in self.student.reads.values())
-        return '' if is_read or self._finishes != self._block else self._finish(self.student, batch)
-
-    def _finish(self, walk: Walk, batch: int) -> str:
-        if (walk.name, batch) in self._finished:
-            return ''
-        self._finished.add((walk.name, batch))
-        return self._finishes

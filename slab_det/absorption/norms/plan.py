@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 
 from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.images import Images
 from slab_det.absorption.norms.steps import NormStep, Step, StreamStep
 from slab_det.absorption.norms.walk import find_reads
-from slab_det.absorption.probes import (
-    Probe,
-    backbone_prefix,
-    find_features,
-    find_stream_layers,
-    is_shared,
-    trace,
-)
+from slab_det.absorption.probes import Probe, find_stream_layers, is_in_backbone, is_shared, trace
 from slab_det.backbones.adopt import MMDET_ATTENTIONS, why_not_adopted
 from slab_det.common.errors import ConversionError
 from slab_det.common.modules import copy_module
@@ -28,12 +21,11 @@ from slab_det.fusion.folding import (
     apply_fold,
     check_fusible,
     containers_of,
-    join_names,
     plan_folds,
     reason_to_keep,
 )
 from slab_det.norms import named_norms
-from slab_det.norms.folds import describe_hooks, find_rule
+from slab_det.norms.folds import find_rule
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,6 @@ class NormPlan:
         teacher: The teacher.
         images: See :class:`Images`.
         int8: See :func:`slab_det.absorb`.
-        features: Runs the teacher or a student on an image, as far as norms can go.
         fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
         reasons: Why each LayerNorm stays, or '', by the name of the norm.
         blocks: The steps of each block in the order of the forward, by the name of the block.
@@ -53,7 +44,6 @@ class NormPlan:
     teacher: nn.Module
     images: Images
     int8: bool
-    features: Callable[[nn.Module, Tensor], object]
     fusions: dict[str, NormFusion]
     reasons: dict[str, str]
     blocks: dict[str, list[Step]]
@@ -66,11 +56,7 @@ class NormPlan:
     @cached_property
     def reads(self) -> dict[str, set[str]]:
         """What each block reads; see :class:`slab_det.absorption.norms.walk.Walk`."""
-        forward, image = partial(self.features, self.teacher), self.images.store.get('0')
-        reads = find_reads(self.teacher, forward, self.blocks, image)
-        for block, steps in self.blocks.items():
-            reads[block] |= {step.finishes for step in steps} - {block, ''}
-        return reads
+        return find_reads(self.teacher, self.blocks, self.images.store.get('0'))
 
     def copy_teacher(self) -> nn.Module:
         """A copy of the teacher with slab_det's own norms fused."""
@@ -97,13 +83,11 @@ def plan_norms(model: nn.Module, images: Images, norms: str | Collection[str], i
         for name, _ in named_norms(model, nn.LayerNorm)
     ]
     steps += [StreamStep(name=layer.name, source=layer.source, target=layer.target) for layer in layers]
-    features = find_features(model, layers)
     probes = [probe for step in steps for probe in (step.source, step.target, Probe(step.name, 'output'))]
-    probes += [Probe(_find_branch(model, step.name), 'output') for step in steps]
-    calls = trace(model, partial(features, model), images.store.get('0'), probes)
+    calls = trace(model, images.store.get('0'), probes)
     fusions, reasons = _find_folds(model, calls, norms)
     left = [step for step in steps if not (isinstance(step, NormStep) and reasons[step.name])]
-    return NormPlan(model, images, int8, features, fusions, reasons, _plan_blocks(model, calls, left))
+    return NormPlan(model, images, int8, fusions, reasons, _plan_blocks(model, calls, left))
 
 
 def _find_folds(
@@ -138,17 +122,12 @@ def _plan_blocks(model: nn.Module, calls: list[Probe], steps: Sequence[Step]) ->
     for probe in (probe for probe in calls if calls.count(probe) == 1):
         for step in (step for at, step in reached if at == probe):
             blocks.setdefault(_find_block(model, step.name), []).append(step)
-    for block, found in blocks.items():
-        for index, step in enumerate(found):
-            if isinstance(step, StreamStep) and _has_returned(model, step, found[index + 1 :], calls):
-                found[index] = replace(step, finishes=_find_branch(model, step.name))
-        found[-1] = replace(found[-1], finishes=block)
     return blocks
 
 
 def _why_not_absorbable(model: nn.Module, name: str, norm: nn.LayerNorm, calls: list[Probe]) -> str:
     """Why a LayerNorm cannot be absorbed, regardless of the layers that read it; '' if it can."""
-    if not name.startswith(backbone_prefix(model)):
+    if not is_in_backbone(model, name):
         # Absorption does not run the heads.
         return 'it is not in the backbone'
     count = calls.count(Probe(name, 'input'))
@@ -169,26 +148,8 @@ def _find_block(model: nn.Module, name: str) -> str:
 
     Each convolution of a neck is a block of its own, because none reads the output of another.
     """
-    for container in ['', *containers_of(name)] if name.startswith(backbone_prefix(model)) else []:
+    for container in ['', *containers_of(name)] if is_in_backbone(model, name) else []:
         module = model.get_submodule(container)
         if not find_rule(module, 'output_folds') and (find_rule(module, 'folds') or find_rule(module, 'writes')):
             return container
     return name
-
-
-def _find_branch(model: nn.Module, name: str) -> str:
-    """The child of the block that contains a norm or layer, such as an attention; the block itself if there is none."""
-    block = _find_block(model, name)
-    return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
-
-
-def _has_returned(model: nn.Module, step: StreamStep, later: Iterable[Step], calls: list[Probe]) -> bool:
-    """Whether the branch of a layer returns before its stream is reached and before later steps read their inputs.
-
-    Then the branch, such as an attention, need not run again for later steps; see :class:`slab_det.fusion.Write`.
-    """
-    branch = Probe(_find_branch(model, step.name), 'output')
-    if step.target.side == 'output' or calls.count(branch) != 1 or describe_hooks(model.get_submodule(branch.module)):
-        return False
-    before = calls[: calls.index(branch)]
-    return step.target not in before and not any(other.source in before for other in later)

@@ -24,14 +24,11 @@ class Step(ABC):
         name: The norm or layer to fit.
         source: Its input.
         target: What is fitted: the output of a norm, the residual stream behind a layer or the layer's own output.
-        finishes: Name of the module whose output no later step changes, so that it can be stored: the block, a branch
-            of it such as an attention, or ''.
     """
 
     name: str
     source: Probe
     target: Probe
-    finishes: str = ''
 
     @abstractmethod
     def fit(self, pair: Pair) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.probes import Forward, Probe, register_probe
+from slab_det.absorption.probes import Probe, register_probe, run_features
 from slab_det.absorption.store import TensorStore
 from slab_det.common.errors import ConversionError
 from slab_det.common.tensors import map_tensors, tensors_in
@@ -24,40 +24,44 @@ class _Stop(BaseException):  # noqa: N818 (ends a forward early; nothing may tak
 
 
 class Walk:
-    """Runs one model over many batches, and replaces each finished module by its stored output.
+    """Runs one model over many batches, and replaces each finished block by its stored output.
 
     Args:
         model: In eval mode.
-        forward: Runs the model as far as the last block at least.
-        reads: For each block, in the order of the calls, the names of the finished modules, and ``IMAGE``, whose
-            outputs it needs; see :func:`find_reads`.
-        store: Holds the image tensor of each batch, (B, 3, H, W), by its index, and takes the outputs of modules.
+        reads: For each block, in the order of the calls, the names of the blocks, and ``IMAGE``, whose outputs it
+            needs; see :func:`find_reads`.
+        store: Holds the image tensor of each batch, (B, 3, H, W), by its index, and takes the outputs of blocks.
         name: Prefix of this walk's names in the store, which two walks may share.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        forward: Forward,
         reads: Mapping[str, set[str]],
         store: TensorStore,
         name: str = '',
     ) -> None:
-        self.model, self.forward, self.reads, self.store, self.name = model, forward, reads, store, name
-        # By batch and name of a finished module: its output filled with NaN, for blocks that need only its shape.
+        self.model, self.reads, self.store, self.name = model, reads, store, name
+        # By batch and name of a finished block: its output filled with NaN, for blocks that need only its shape.
         self.finished: dict[int, dict[str, object]] = defaultdict(dict)
 
-    def run(self, batch: int, block: str, probes: Sequence[Probe] = (), finish: str = '') -> list[Tensor]:
+    def finish(self, batch: int, block: str) -> None:
+        """Runs a block, unless it is finished."""
+        if block not in self.finished[batch]:
+            self.run(batch, block, finish=True)
+
+    def run(self, batch: int, block: str, probes: Sequence[Probe] = (), finish: bool = False) -> list[Tensor]:
         """Runs the model until all probes are reached, and returns their tensors.
 
         Args:
             batch: The index of the batch.
             block: The block to run. The blocks before it are finished.
             probes: Points in the block.
-            finish: The block, or a module in it, to finish with the output of this run; '' for none.
+            finish: Whether the output of the block in this run stands for it from then on.
         """
         found: dict[Probe, object] = {}
-        wanted = {*probes, *([Probe(finish, 'output')] if finish else [])}
+        end = Probe(block, 'output')
+        wanted = {*probes, *([end] if finish else [])}
         finished = self.finished[batch]
         image = finished.pop(IMAGE, None)
         given = {
@@ -80,19 +84,19 @@ class Walk:
                 module = self.model.get_submodule(probe.module)
                 stack.callback(register_probe(module, probe.side, partial(see, probe=probe)).remove)
             with suppress(_Stop):
-                self.forward(image)
+                run_features(self.model, image)
         if missed := ', '.join(probe.module for probe in wanted if probe not in found):
             raise ConversionError(f'{missed}: the forward does not call it, though the rules of the model name it')
         if finish:
-            self._finish(finish, batch, found[Probe(finish, 'output')], block)
+            self._keep(batch, block, found[end])
         return [tensors_in(found[probe])[0] for probe in probes]
 
-    def _finish(self, name: str, batch: int, output: object, block: str) -> None:
+    def _keep(self, batch: int, block: str, output: object) -> None:
         blocks = [*self.reads]
-        read_later = set().union(*map(self.reads.get, blocks[blocks.index(block) + (name == block) :]))
-        self.finished[batch][name] = map_tensors(_filled_like, output)
-        if name in read_later:
-            self.store.put(self._key(name, batch), output)
+        read_later = set().union(*map(self.reads.get, blocks[blocks.index(block) + 1 :]))
+        self.finished[batch][block] = map_tensors(_filled_like, output)
+        if block in read_later:
+            self.store.put(self._key(block, batch), output)
         for other in self.finished[batch].keys() - read_later:
             self.store.drop(self._key(other, batch))
 
@@ -100,7 +104,7 @@ class Walk:
         return f'{self.name}{name}_{batch}'
 
 
-def find_reads(model: nn.Module, forward: Forward, blocks: Iterable[str], image: Tensor) -> dict[str, set[str]]:
+def find_reads(model: nn.Module, blocks: Iterable[str], image: Tensor) -> dict[str, set[str]]:
     """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from.
 
     Every block output is replaced by a leaf of autograd's graph. The input of a later block then has a gradient with
@@ -134,7 +138,7 @@ def find_reads(model: nn.Module, forward: Forward, blocks: Iterable[str], image:
             module = model.get_submodule(name)
             stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
             stack.callback(register_probe(module, 'output', partial(leave, name=name)).remove)
-        forward(leaves[0][1].clone())
+        run_features(model, leaves[0][1].clone())
     return reads
 
 
