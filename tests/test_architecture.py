@@ -31,7 +31,8 @@ LAYERS = (
     ('families',),
     ('backbones',),
     ('checkpoints', 'data', 'compare'),
-    ('norms', 'attention'),
+    ('attention',),
+    ('norms',),
     ('runtime',),
     ('common',),
 )

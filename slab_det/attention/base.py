@@ -21,6 +21,7 @@ from slab_det.attention.geometry import (
     repeat_windows,
     split_groups,
 )
+from slab_det.norms.folds import Channels, Fold
 
 
 class Attention(BaseModule):
@@ -180,10 +181,10 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
         mask = geometry.attention_mask(dtype)
         return (bias if mask is None else bias + mask[:, None]).contiguous()
 
-    def hidden_channels(self) -> Iterator[tuple]:
-        """The channels of the heads; see :class:`slab_det.fusion.Channels`. A subclass may mix them."""
+    def hidden_channels(self) -> Iterator[Channels]:
+        """The channels of the heads. A subclass may mix them."""
         if type(self) is SoftmaxWindowAttention:
-            yield '', ('qkv',), ('proj',), (), self.num_heads, (('qkv', 'input'),) * 2
+            yield Channels('', ('qkv',), ('proj',), heads=self.num_heads, tokens=(('qkv', 'input'),) * 2)
 
 
 class ShiftedWindowAttention(BaseModule):
@@ -285,8 +286,8 @@ class MapAttention(Attention):
         image = self.sr(x.transpose(1, 2).unflatten(2, hw_shape))
         return self.norm(image.flatten(2).transpose(1, 2)), (image.shape[2], image.shape[3])
 
-    def folds(self) -> Iterator[tuple[str, str]]:
-        yield 'norm', 'attn[kv]'
+    def folds(self) -> Iterator[Fold]:
+        yield Fold('norm', 'attn[kv]')
 
     def input_layers(self) -> tuple[str, ...]:
         # q comes from every token, k and v from the reduced map.
@@ -296,8 +297,8 @@ class MapAttention(Attention):
 class SoftmaxMapAttention(SoftmaxMixing, MapAttention):
     """Softmax attention over a map (PVT, Wang et al., ICCV 2021)."""
 
-    def hidden_channels(self) -> Iterator[tuple]:
-        """The channels of the heads; see :class:`slab_det.fusion.Channels`. A subclass may mix them."""
+    def hidden_channels(self) -> Iterator[Channels]:
+        """The channels of the heads. A subclass may mix them."""
         if type(self) is SoftmaxMapAttention:
             keys = ('norm', 'output') if self.sr_ratio > 1 else ('', 'input')
-            yield '', ('attn',), ('attn.out_proj',), (), self.num_heads, (('', 'input'), keys)
+            yield Channels('', ('attn',), ('attn.out_proj',), heads=self.num_heads, tokens=(('', 'input'), keys))

@@ -52,10 +52,9 @@ def tower_inputs(head: nn.Module) -> tuple[str, ...]:
 
 
 def _map_channels(model: SingleStageDetector | TwoStageDetector) -> Iterator[Channels]:
-    """The maps inside an FPN, and its outputs, which all heads read."""
+    """The outputs of an FPN, which all heads read."""
     if not model.with_neck or type(model.neck) is not FPN:
         return
-    yield from _inner_channels(model.neck)
     names = ('bbox_head',)
     if isinstance(model, TwoStageDetector):
         # Other RoI heads have more layers that read the maps.
@@ -87,10 +86,8 @@ def _inner_channels(neck: FPN) -> Iterator[Channels]:
     # Outputs behind a norm or an activation are read from the convolution all the same.
     is_first = all(conv.order[0] == 'conv' for conv in neck.fpn_convs)
     if is_plain and is_first and levels > 1 and neck.add_extra_convs != 'on_lateral':
-        writers, readers = (
-            tuple(f'neck.{part}.{i}.conv' for i in range(levels)) for part in ('lateral_convs', 'fpn_convs')
-        )
-        yield Channels('neck.lateral_convs', writers, readers, levels=levels, maps=True)
+        writers, readers = (tuple(f'{part}.{i}.conv' for i in range(levels)) for part in ('lateral_convs', 'fpn_convs'))
+        yield Channels('lateral_convs', writers, readers, levels=levels, maps=True)
 
 
 def _parts(model: nn.Module, name: str) -> list[str]:
@@ -98,4 +95,5 @@ def _parts(model: nn.Module, name: str) -> list[str]:
     return [f'{name}.{i}' for i in range(len(module))] if isinstance(module, nn.ModuleList) else [name]
 
 
+register_folds(FPN, hidden_channels=_inner_channels)
 register_folds(FasterRCNN, MaskRCNN, CascadeRCNN, RetinaNet, ATSS, FCOS, RTMDet, hidden_channels=_map_channels)

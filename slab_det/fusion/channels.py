@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import slab_det.families  # noqa: F401 (registers the rules of heads)
 from slab_det.fusion.folding import FusionError, join_names
-from slab_det.norms.folds import CONV, CONV_TRANSPOSE, LINEAR, CannotFold, Channels, describe_hooks, find_rule
+from slab_det.norms.folds import CONV, CONV_TRANSPOSE, LINEAR, CannotFold, describe_hooks, find_rule
 
 # Activations that act on each channel alone.
 ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)
@@ -79,7 +79,7 @@ def find_channels(model: nn.Module) -> dict[str, ChannelUnit]:
     for owner, module in model.named_modules():
         rule = find_rule(module, 'hidden_channels')
         try:
-            found = [Channels(*values) for values in rule()] if rule else []
+            found = [*rule()] if rule else []
         except CannotFold as reason:
             units[owner] = ChannelUnit(owner, owner, reason=str(reason))
             continue

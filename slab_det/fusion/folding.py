@@ -20,9 +20,8 @@ from slab_det.common.record import Record
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.mmdet_rules import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
-from slab_det.norms.folds import LIBRARY_RULES, CannotFold, Fold, describe_hooks, find_rule
+from slab_det.norms.folds import CannotFold, Fold, describe_hooks, find_rule
 
-LIBRARY_RULES.update(timm='slab_det.fusion.timm_rules', mmpretrain='slab_det.fusion.mmpretrain_rules')
 # Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.
 OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
@@ -274,11 +273,10 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
     for prefix, module in model.named_modules():
         for name in ('folds', 'output_folds'):
             rule = find_rule(module, name)
-            for level, values in enumerate(rule() if rule else ()):
-                norm, before, after = Fold(*values)
-                norm = join_names(prefix, norm)
-                before = (before,) if isinstance(before, str) else before
-                folds[norm] = Fold(norm, tuple(join_names(prefix, each) for each in before), join_names(prefix, after))
+            for level, fold in enumerate(rule() if rule else ()):
+                norm, after = join_names(prefix, fold.norm), join_names(prefix, fold.after)
+                before = (fold.before,) if isinstance(fold.before, str) else fold.before
+                folds[norm] = Fold(norm, tuple(join_names(prefix, each) for each in before), after)
                 if name == 'output_folds':
                     outputs[norm] = prefix, level
     return folds, outputs

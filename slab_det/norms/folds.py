@@ -24,7 +24,7 @@ class CannotFold(SlabDetError):  # noqa: N818 (it ends no program: fuse leaves t
 class Fold(NamedTuple):
     """A norm and the layers it folds into: all the layers that read its output, or the layer whose output it reads.
 
-    A module's method ``folds()`` yields one Fold, or the same values as a tuple, for every norm of the module.
+    A module's method ``folds()`` yields one Fold for every norm of the module.
 
     Attributes:
         norm: Dotted name of the norm, relative to the module.
@@ -43,9 +43,7 @@ class Write(NamedTuple):
     """A layer whose output is added to the residual stream. A module's method ``writes()`` yields one for each layer.
 
     Names are dotted and relative to the module. The input of the layer and the new stream must have the same tokens in
-    the same order, channels last. A layer with a ``stream`` may be inside a child of the module, such as an attention.
-    Absorption does not run this child again for later modules, and gives them its return value: the child must affect
-    them in no other way. A neck has no residual stream: each of its convolutions is its own ``stream``.
+    the same order, channels last. A neck has no residual stream: each of its convolutions is its own ``stream``.
 
     Attributes:
         layer: The linear layer that writes: an nn.Linear or an nn.Conv2d of kernel 1, or any nn.Conv2d in a neck.
@@ -61,8 +59,8 @@ class Write(NamedTuple):
 class Channels(NamedTuple):
     """Hidden channels, which can be removed: ``writers`` compute them, and nothing but ``readers`` reads them.
 
-    A module's method ``hidden_channels()`` yields one for each unit, channels that go together, or the same values as a
-    tuple. Names are dotted and relative to the module.
+    A module's method ``hidden_channels()`` yields one for each unit, channels that go together. Names are dotted and
+    relative to the module.
 
     Attributes:
         name: Name of the unit; '' for the module itself.
@@ -89,7 +87,7 @@ class Channels(NamedTuple):
 
 
 # The module with the rules for a library, by the library's name; imported at the first use, because it takes seconds.
-LIBRARY_RULES: dict[str, str] = {}
+LIBRARY_RULES = dict(timm='slab_det.fusion.timm_rules', mmpretrain='slab_det.fusion.mmpretrain_rules')
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 
 

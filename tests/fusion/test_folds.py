@@ -30,7 +30,7 @@ class OwnBlock(ForeignBlock):
         return self.fc(self.norm(x)) * 2
 
     def folds(self):
-        yield 'norm', 'fc'
+        yield Fold('norm', 'fc')
 
 
 class OtherForward(OwnBlock):
