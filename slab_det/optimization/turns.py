@@ -111,7 +111,11 @@ class Turns:
         if not forms or (self.is_late() and records.count(BASE.key) >= SURE_ROUNDS):
             return
         self.load([BASE, *forms])
-        keys = [form.key for form in dict.fromkeys([BASE, *forms]) if form.key in self.served]
+        # Where all others fail, rounds of the original detector compare nothing.
+        forms = [form for form in forms if form.key in self.served]
+        if not forms:
+            return
+        keys = [form.key for form in dict.fromkeys([BASE, *forms])]
         self._look(keys)
         needed, start = max(rounds - records.count(form.key) for form in forms), time.monotonic()
         done = 0

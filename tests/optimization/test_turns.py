@@ -84,6 +84,17 @@ def test_nothing_is_looked_at_after_the_deadline(tmp_path: Path, monkeypatch: py
     assert clock.seen(OTHER) == clock.turns.records.count(OTHER.key) + 2 == SURE_ROUNDS + 2
 
 
+def test_forms_that_do_not_load_cost_no_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, absent = Clock(monkeypatch, tmp_path, 3.0).turns, Form('onnxruntime')
+    turns.run([OTHER], 5)
+    lines = len(turns.records.rounds)
+    turns.run([absent], 5)
+    assert len(turns.records.rounds) == lines, 'the original detector ran alone'
+    # Not as many as the absent form lacks.
+    turns.run([OTHER, absent], 6)
+    assert turns.records.count(OTHER.key) == turns.records.count(BASE.key) == 6
+
+
 def test_a_form_that_fails_while_it_looks_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, tmp_path, 0.02)
 
