@@ -81,7 +81,7 @@ def optimize(
         eval: Also measure AP of the original and the recommended form, on ``val_dataloader`` of the config. The
             measured loss then replaces the expected one. It is not part of ``minutes``.
         num_images: Number of images, evenly spaced over the folder; at least six.
-        device: 'cpu' or 'cuda'; None takes a GPU if PyTorch finds one.
+        device: 'cpu' or 'cuda', which is PyTorch's current GPU; None takes a GPU if PyTorch finds one.
         threads: CPU threads of every runtime; None takes PyTorch's number.
         progress: Print each step, and show progress bars.
 
@@ -107,7 +107,14 @@ def optimize(
         # The user gave the folder.
         error.filename = str(out)
         raise
-    device = find_device(device).type
+    found = find_device(device)
+    if found.type == 'cuda' and found.index not in (None, torch.cuda.current_device()):
+        # Models, memory and the environment would be those of the current GPU.
+        raise SlabDetError(
+            f"device='{found}' is not PyTorch's current GPU, which optimize measures: give 'cuda', and choose the GPU "
+            f'by CUDA_VISIBLE_DEVICES={found.index}'
+        )
+    device = found.type
     if not any(list_forms(device)):
         raise SlabDetError(f"device={device!r}: no form runs on it; give 'cpu' or 'cuda'")
     before = torch.get_num_threads()

@@ -444,6 +444,20 @@ def test_a_device_on_which_no_form_runs_is_refused_before_the_work(files: Path, 
     assert not (tmp_path / 'out').exists()
 
 
+def test_a_gpu_that_would_not_be_measured_is_refused(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, 'find_device', torch.device)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    # Ends the call behind the check.
+    monkeypatch.setattr(module, 'list_forms', lambda device: ())
+    with pytest.raises(SlabDetError, match="^device='cuda:1' is not .* CUDA_VISIBLE_DEVICES=1$"):
+        run(files, tmp_path / 'out', device='cuda:1')
+    for device in ('cuda', 'cuda:0'):
+        with pytest.raises(SlabDetError, match="^device='cuda': no form runs on it"):
+            run(files, tmp_path / 'out', device=device)
+
+
 def test_six_images_are_enough(files: Path, tmp_path: Path, two_forms: None) -> None:
     report = run(files, tmp_path / 'out', num_images=6)
     assert report.content['images'] == dict(held_out=2, fitted=4, sizes=report.content['images']['sizes'])
