@@ -92,8 +92,8 @@ def optimize(
         ConfigError, CheckpointError: If the detector cannot be built or loaded.
         DataError: If the folder holds fewer than six readable images, the detector finds nothing in the held-out
             images that it finds again when they are mirrored, or its measured AP is 0.
-        SlabDetError: If ``out`` holds files that no call wrote, another program works there, an argument is out of
-            range, or no form runs on ``device``.
+        SlabDetError: If ``out`` holds files that no call wrote, or lacks some that a call wrote; another program works
+            there, an argument is out of range, or no form runs on ``device``.
         OSError: If a file cannot be written. The same call goes on afterwards.
     """
     start, out = time.monotonic(), Path(out)
@@ -281,7 +281,10 @@ class _Search:
             key=self.key,
         )
         # What the recommended form needs, and the original detector for machines that cannot run it.
-        kept = {path for key in (BASE.key, chosen) for path in self.variants.files(forms[key])}
+        kept = {path for key in (BASE.key, chosen) for path in self.variants.paths(forms[key])}
+        if absent := next((path for path in sorted(kept) if not path.is_file()), None):
+            # To make it again may take minutes, and the deadline may be over.
+            raise SlabDetError(f'{absent} is missing: put it back, or remove {absent.parent} to measure all forms anew')
         paths = {key: paths for key, form in forms.items() if kept.issuperset(paths := self.variants.paths(form))}
         report = write_folder(self.files, content, paths)
         if is_last:

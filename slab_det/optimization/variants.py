@@ -58,12 +58,6 @@ class Variants:
         suffix = '.pth' if not form.is_exported else '.int8.onnx' if form.precision == 'int8' else '.onnx'
         return self.folder / f'{form.model}_config.py', self.folder / f'{form.model}{suffix}'
 
-    def files(self, form: Form) -> tuple[Path, Path]:
-        """Returns the config and the weights of a form; makes them where they are missing. Raises what the steps do."""
-        for step in self.steps(form):
-            step.make()
-        return self.paths(form)
-
     def steps(self, form: Form) -> list[FileStep]:
         """What is left to do until the files of a form are there, in order: absorb, export, calibrate.
 

@@ -266,6 +266,23 @@ def test_no_step_begins_after_the_deadline(
     assert 'Not measured in the time: ONNX Runtime, float32; ' in str(report)
 
 
+def test_a_file_that_somebody_removed_is_not_made_after_the_deadline(
+    files: Path, chosen: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, exported = tmp_path / 'out', []
+    shutil.copytree(chosen('onnxruntime'), folder)
+    path = rounds(folder).with_name('original.onnx')
+    path.unlink()
+    monkeypatch.setattr(standing, 'choose', lambda measured, max_loss: ('onnxruntime', ['onnxruntime']))
+    monkeypatch.setattr(turns.Variants, '_export', lambda self, *_: exported.append(self))
+    message = rf'^{path} is missing: put it back, or remove {path.parent} to measure all forms anew$'
+    with pytest.raises(SlabDetError, match=message):
+        run(files, folder, minutes=1e-6)
+    assert not exported
+    shutil.copyfile(folder / 'original.onnx', path)
+    run(files, folder, minutes=1e-6)
+
+
 def test_each_step_of_a_form_begins_before_the_deadline_and_is_done_once(
     files: Path, optimized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,12 +42,16 @@ def test_absorption_runs_on_the_device(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(slab_det, 'absorb', absorb)
     monkeypatch.setattr(variants, 'save_fused', lambda model, *_: saved.append(model.devices[-1]))
     made = variants.Variants(tmp_path, Config(dict(model=dict())), detector, None, 'cuda', False)
-    made.files(Form('torch', 'float16', ('channels50',)))
+    (step,) = made.steps(Form('torch', 'float16', ('channels50',)))
+    step.make()
     assert (seen, saved, detector.devices[-1]) == (['cuda'], ['cpu'], 'cpu')
 
 
 def test_the_written_config_has_names_that_load(tmp_path: Path) -> None:
     # As a Python-style config says it.
     cfg = Config(dict(model=dict(type='RetinaNet', test_cfg=dict(nms=dict(type='mmcv.ops.nms', iou_threshold=0.5)))))
-    config, weights = variants.Variants(tmp_path, cfg, Detector(), None, 'cpu', False).files(Form('eager'))
+    made = variants.Variants(tmp_path, cfg, Detector(), None, 'cpu', False)
+    (step,) = made.steps(Form('eager'))
+    step.make()
+    config, weights = made.paths(Form('eager'))
     assert Config.fromfile(config).model.test_cfg.nms.type == 'nms' and weights.is_file()
