@@ -107,23 +107,23 @@ class Form(NamedTuple):
     Attributes:
         runtime: 'torch', 'onnxruntime' or 'openvino'.
         kind: How the detector is prepared: '', 'deployed', 'compiled' or 'int8'.
-        precision: 'f32' or 'bf16', for most layers.
+        precision: 'float32' or 'bfloat16', for most layers.
     """
 
     runtime: str
     kind: str = ''
-    precision: str = 'f32'
+    precision: str = 'float32'
 
 
 FORMS = {
     'eager': Form('torch'),
     'deployed': Form('torch', 'deployed'),
-    'deployed, bfloat16': Form('torch', 'deployed', 'bf16'),
+    'deployed, bfloat16': Form('torch', 'deployed', 'bfloat16'),
     'torch.compile': Form('torch', 'compiled'),
     'ONNX Runtime': Form('onnxruntime'),
     'ONNX Runtime, int8': Form('onnxruntime', 'int8'),
     'OpenVINO': Form('openvino'),
-    'OpenVINO, bfloat16': Form('openvino', '', 'bf16'),
+    'OpenVINO, bfloat16': Form('openvino', '', 'bfloat16'),
     'OpenVINO, int8': Form('openvino', 'int8'),
 }
 
@@ -171,7 +171,7 @@ def make_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Pa
     pixels = ImagePipeline(STEPS)(content)['inputs']
     if form.runtime == 'torch':
         if form.kind == 'deployed':
-            model = slab_det.deploy(model, torch.bfloat16 if form.precision == 'bf16' else None)
+            model = slab_det.deploy(model, torch.bfloat16 if form.precision == 'bfloat16' else None)
         elif form.kind == 'compiled':
             model = copy.deepcopy(model)
             for part in (model.backbone, model.neck, model.rpn_head):

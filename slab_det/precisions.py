@@ -48,7 +48,7 @@ class Row(NamedTuple):
         precision: Of most layers.
         need: What it needs of the machine, besides packages; PyTorch on a CPU runs without, but slowly.
         is_tried: Whether ``optimize`` measures it.
-        argument: The ``precision`` of :func:`slab_det.export.load_runtime` for an exported file; 'f32' computes a file
+        is_option: Whether :func:`slab_det.export.load_runtime` takes it as ``precision``; 'float32' computes a file
             in the precision that it was written in.
         is_written: Whether :func:`slab_det.export.export_onnx` writes files in it; int8 files are made of these.
     """
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     precision: str
     need: Need | None = None
     is_tried: bool = True
-    argument: str = ''
+    is_option: bool = False
     is_written: bool = False
 
 
@@ -92,13 +92,13 @@ TABLE = (
     Row('torch', 'cuda', 'float32', GPU),
     Row('torch', 'cuda', 'float16', GPU),
     Row('torch', 'cuda', 'bfloat16', GPU, is_tried=False),
-    Row('onnxruntime', 'cpu', 'float32', argument='f32', is_written=True),
-    Row('onnxruntime', 'cpu', 'int8', argument='f32'),
+    Row('onnxruntime', 'cpu', 'float32', is_option=True, is_written=True),
+    Row('onnxruntime', 'cpu', 'int8'),
     # For programs that run the file on a GPU: on a CPU ONNX Runtime casts around most operators.
-    Row('onnxruntime', 'cpu', 'float16', is_tried=False, argument='f32', is_written=True),
-    Row('openvino', 'cpu', 'float32', argument='f32'),
-    Row('openvino', 'cpu', 'bfloat16', OPENVINO_BFLOAT16, argument='bf16'),
-    Row('openvino', 'cpu', 'int8', argument='f32'),
+    Row('onnxruntime', 'cpu', 'float16', is_tried=False, is_written=True),
+    Row('openvino', 'cpu', 'float32', is_option=True),
+    Row('openvino', 'cpu', 'bfloat16', OPENVINO_BFLOAT16, is_option=True),
+    Row('openvino', 'cpu', 'int8'),
 )
 EXPORT_RUNTIMES = tuple(name for name, runtime in RUNTIMES.items() if runtime.module)
 
@@ -108,9 +108,9 @@ def precisions_of(runtime: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row.precision for row in TABLE if row.runtime == runtime))
 
 
-def precision_arguments(*runtimes: str) -> tuple[str, ...]:
-    """What ``precision`` of :func:`slab_det.export.load_runtime` may be with one of some runtimes of exported files."""
-    return tuple(dict.fromkeys(row.argument for row in TABLE if row.runtime in runtimes))
+def precision_options(runtime: str) -> tuple[str, ...]:
+    """What ``precision`` of :func:`slab_det.export.load_runtime` may be with a runtime of exported files."""
+    return tuple(row.precision for row in TABLE if row.runtime == runtime and row.is_option)
 
 
 def written_precisions() -> tuple[str, ...]:

@@ -104,7 +104,7 @@ def share_sessions(load: Loader) -> Loader:
     load_once, process = lru_cache(8)(load), os.getpid()
 
     @wraps(load)
-    def shared(model: str | bytes, threads: int, precision: str = 'f32'):
+    def shared(model: str | bytes, threads: int, precision: str = 'float32'):
         if os.getpid() != process:
             # A fork has no threads of the sessions that it inherits: to drop one from the cache would wait for ever.
             return load(model, threads, precision)

@@ -3,13 +3,15 @@
 import argparse
 
 from slab_det.cli import command, test
-from slab_det.precisions import EXPORT_RUNTIMES, TABLE, precision_arguments
+from slab_det.precisions import EXPORT_RUNTIMES
+
+# The precision of each value of --precision.
+PRECISIONS = {'f32': 'float32', 'bf16': 'bfloat16'}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     test.add_arguments(parser)
-    precisions = precision_arguments(*EXPORT_RUNTIMES)
-    parser.add_argument('--precision', choices=precisions, default=precisions[0], help='as --dtype')
+    parser.add_argument('--precision', choices=PRECISIONS, default='f32', help='as --dtype')
     parser.add_argument('--json', metavar='FILE', help='write AP, dataset and versions to FILE')
 
 
@@ -21,7 +23,7 @@ def main(args: argparse.Namespace) -> None:
 
     check_writable(args.json)
     args.runtime = args.runtime or EXPORT_RUNTIMES[0]
-    args.dtype = next(row.precision for row in TABLE if row.argument == args.precision)
+    args.dtype = PRECISIONS[args.precision]
     entry = test.test_detector(args)
     if args.json and entry:
         measured = dict(config=entry.config, file=entry.checkpoint, runtime=args.runtime, precision=args.precision)

@@ -11,10 +11,10 @@ import numpy as np
 from slab_det.export.extras import import_extra, limit_threads
 
 
-def load(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:
+def load(model: str | bytes, threads: int, precision: str = 'float32') -> Callable[[np.ndarray], list[np.ndarray]]:
     """Loads a file, or its content; returns the function from its input to its outputs.
 
-    ``precision`` is 'f32' alone: ONNX Runtime computes a file in the file's own precision.
+    ``precision`` is 'float32' alone: ONNX Runtime computes a file in the file's own precision.
     """
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()

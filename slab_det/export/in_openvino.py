@@ -11,14 +11,17 @@ from slab_det.common.errors import ExportError
 from slab_det.export.extras import import_extra, limit_threads
 from slab_det.machine import openvino_core
 
+# OpenVINO's names of precisions.
+HINTS = {'float32': 'f32', 'bfloat16': 'bf16'}
 
-def load(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[np.ndarray], list[np.ndarray]]:
+
+def load(model: str | bytes, threads: int, precision: str = 'float32') -> Callable[[np.ndarray], list[np.ndarray]]:
     """Loads a file, or its content; returns the function from its input to its outputs.
 
     Raises:
         ExportError: If OpenVINO cannot compute the file in this precision on this CPU.
     """
-    options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
+    options = {'INFERENCE_PRECISION_HINT': HINTS[precision], 'PERFORMANCE_HINT': 'LATENCY'}
     if limit_threads(threads):
         options['INFERENCE_NUM_THREADS'] = limit_threads(threads)
     import_extra('openvino')
@@ -26,11 +29,11 @@ def load(model: str | bytes, threads: int, precision: str = 'f32') -> Callable[[
     try:
         request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
     except RuntimeError as error:
-        if precision == 'f32':
+        if precision == 'float32':
             raise
         reason = str(error).strip().splitlines()[-1].strip()
         raise ExportError(
-            f'OpenVINO cannot compute this file in {precision} on this CPU ({reason}); use precision f32'
+            f'OpenVINO cannot compute this file in {precision} on this CPU ({reason}); use float32'
         ) from error
     lock = Lock()
 

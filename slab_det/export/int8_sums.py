@@ -18,7 +18,7 @@ SIDE = 64
 @lru_cache(None)
 def cuts_off_int8_sums(runtime: str) -> bool:
     """Whether a runtime needs weights of 7 bits: whether it computes a product of largest int8 values wrong here."""
-    run = find_loader(runtime)(largest_product(), threads=1, precision='f32')
+    run = find_loader(runtime)(largest_product(), threads=1, precision='float32')
     found = run(np.full((SIDE, SIDE), 255, np.float32))[0]
     return not np.allclose(found, SIDE * 255 * 127, rtol=1e-3)
 

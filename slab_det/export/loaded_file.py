@@ -17,7 +17,7 @@ from slab_det.common.errors import ExportError
 from slab_det.common.numbers import check_threads
 from slab_det.export.extras import find_loader, import_extra
 from slab_det.export.int8_sums import cuts_off_int8_sums
-from slab_det.precisions import EXPORT_RUNTIMES, precision_arguments
+from slab_det.precisions import EXPORT_RUNTIMES, precision_options
 
 METADATA_KEY = 'slab_det'
 Run = Callable[[np.ndarray], dict[str, np.ndarray]]
@@ -64,7 +64,7 @@ def load_runtime(
     path: str | Path,
     runtime: str = 'onnxruntime',
     threads: int = 0,
-    precision: str = 'f32',
+    precision: str = 'float32',
     score_thr: float | None = None,
 ) -> LoadedFile:
     """Loads an exported file.
@@ -73,7 +73,7 @@ def load_runtime(
         path: The file that :func:`export_onnx` or :func:`quantize_onnx` wrote.
         runtime: 'onnxruntime' or 'openvino'.
         threads: CPU threads; 0 lets the runtime choose, among the processors that this process may use.
-        precision: 'f32' or, with OpenVINO, 'bf16'; an int8 file has its own, and 'f32' for the rest.
+        precision: 'float32' or, with OpenVINO, 'bfloat16'; an int8 file has its own, and 'float32' for the rest.
         score_thr: Detections with this score or a smaller one are dropped; None for the threshold of the file.
 
     Returns:
@@ -117,10 +117,10 @@ def _check_options(runtime: str, threads: int, precision: str) -> None:
     """Raises ExportError for options of :func:`load_runtime` that no machine, or not this process, can follow."""
     if runtime not in EXPORT_RUNTIMES:
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(EXPORT_RUNTIMES)}')
-    if precision not in precision_arguments(runtime):
-        others = [name for name in EXPORT_RUNTIMES if precision in precision_arguments(name)]
+    if precision not in precision_options(runtime):
+        others = [name for name in EXPORT_RUNTIMES if precision in precision_options(name)]
         raise ExportError(
-            f'precision {precision!r} is not one of {", ".join(precision_arguments(runtime))}, which {runtime} computes'
+            f'precision {precision!r} is not one of {", ".join(precision_options(runtime))}, which {runtime} computes'
             + ''.join(f': use runtime {name}' for name in others[:1])
         )
     check_threads(threads, ExportError, least=0, name='threads=')

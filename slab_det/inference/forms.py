@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slab_det.precisions import RUNTIMES, TABLE, find_missing, find_row
+from slab_det.precisions import RUNTIMES, TABLE, find_missing, precision_options
 
 # Options of slab_det.absorb for each budget of hidden channels, from many to few, by the name of the variant.
 CHANNELS = {
@@ -82,7 +82,9 @@ class Form:
     def options(self, threads: int) -> dict:
         """The options of :func:`slab_det.load_detector` other than the files and the device."""
         if self.is_exported:
-            return dict(threads=threads, precision=find_row(self.runtime, 'cpu', self.precision).argument)
+            # Files in int8 and float16 say so themselves.
+            is_option = self.precision in precision_options(self.runtime)
+            return dict(threads=threads, precision=self.precision if is_option else 'float32')
         return {name: getattr(torch, self.precision) for name in RUNTIMES[self.runtime].options}
 
     def find_missing(self, device: str) -> str:

@@ -447,10 +447,11 @@ def test_file_of_another_program_is_refused(tmp_path):
         load_runtime(tmp_path / 'nothing.onnx')
     with pytest.raises(ExportError, match="runtime 'tensorrt' is not one of"):
         load_runtime(tmp_path / 'other.onnx', 'tensorrt')
-    with pytest.raises(ExportError, match="'fp16' is not one of f32, bf16"):
-        load_runtime(tmp_path / 'other.onnx', 'openvino', precision='fp16')
-    with pytest.raises(ExportError, match="'bf16' is not one of f32"):
-        load_runtime(tmp_path / 'other.onnx', precision='bf16')
+    # The spelling of earlier versions.
+    with pytest.raises(ExportError, match="'bf16' is not one of float32, bfloat16, which openvino computes"):
+        load_runtime(tmp_path / 'other.onnx', 'openvino', precision='bf16')
+    with pytest.raises(ExportError, match="'bfloat16' is not one of float32"):
+        load_runtime(tmp_path / 'other.onnx', precision='bfloat16')
 
 
 def test_linear_layers_of_tokens_need_no_gather(exported):
@@ -501,4 +502,4 @@ def test_a_file_of_the_backbone_alone_is_no_detector(exported):
     with pytest.raises(ExportError, match='--scope detector'):
         MODELS.build(dict(type='ExportedDetector', file=str(file)))
     with pytest.raises(ExportError, match='use runtime openvino'):
-        load_runtime(file, precision='bf16')
+        load_runtime(file, precision='bfloat16')

@@ -49,7 +49,7 @@ def test_exported_backbone(small_detector_cfg, tmp_path, width=20):
     }
     # Some twenty layers round to bfloat16. oneDNN may be told to leave out the instructions that OpenVINO finds.
     with contextlib.suppress(ExportError):
-        forms['OpenVINO in bfloat16'] = load_runtime(source, 'openvino', precision='bf16'), 4 * BFLOAT16
+        forms['OpenVINO in bfloat16'] = load_runtime(source, 'openvino', precision='bfloat16'), 4 * BFLOAT16
     assert steps < 0.1, 'the calibration itself fails'
     for form, (runtime, bound) in forms.items():
         found = runtime.run(image)
