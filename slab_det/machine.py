@@ -34,11 +34,6 @@ class Machine:
 
         return torch.cuda.is_available()
 
-    @property
-    def device(self) -> str:
-        """The device that is taken where none is asked for: 'cuda' where there is a GPU."""
-        return 'cuda' if self.has_gpu else 'cpu'
-
     @cached_property
     def multiplies_bfloat16(self) -> bool:
         """Whether PyTorch multiplies bfloat16 on the CPU at the speed of float32 or faster: with AVX-512."""
@@ -124,7 +119,7 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
     from slab_det.common.errors import SlabDetError
 
     try:
-        device = torch.device(name or MACHINE.device)
+        device = torch.device(name or ('cuda' if MACHINE.has_gpu else 'cpu'))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SlabDetError(

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.common.record import describe_environment, write_record
     from slab_det.conversion import ConversionError, write_tune_config
     from slab_det.fusion import save_fused
-    from slab_det.machine import MACHINE
+    from slab_det.machine import find_device
     from slab_det.measure.evaluate import evaluate
     from slab_det.preflight import check_evaluation
 
@@ -68,7 +68,8 @@ def main(args: argparse.Namespace) -> None:
     if args.images is not None and args.pipeline == 'train':
         raise ConversionError('--pipeline train needs the annotations of the training set; drop it or --images')
     cfg = read_config(args.config, data_root=args.data_root)
-    teacher = build_detector(cfg, args.checkpoint).to(MACHINE.device)
+    device = find_device()
+    teacher = build_detector(cfg, args.checkpoint).to(device)
     if args.eval:
         check_evaluation(cfg, teacher.dataset_meta, args.checkpoint)
     images = image_loader(cfg, args.num_images, args.pipeline, args.images)
@@ -99,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
             config=args.config,
             checkpoint=args.checkpoint,
             images=args.images or f'{len(images)} batches of the training set, pipeline {args.pipeline!r}',
-            environment=describe_environment(MACHINE.device),
+            environment=describe_environment(device),
         )
         write_record(args.json, values)
     print(f'{report}\n\n{_format_rows(rows)}{hint}')

@@ -32,19 +32,20 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import check_out, image_loader, read_config
     from slab_det.common.files import check_writable
     from slab_det.common.record import describe_environment, write_record
-    from slab_det.machine import MACHINE
+    from slab_det.machine import find_device
 
     check_out(args.out, args.checkpoint)
     check_writable(args.json)
     cfg = read_config(args.config, data_root=args.data_root)
-    model = build_detector(cfg, args.checkpoint).to(MACHINE.device)
+    device = find_device()
+    model = build_detector(cfg, args.checkpoint).to(device)
     images = image_loader(cfg, args.num_images, args.pipeline)
     report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
     # DetInferencer understands a missing dataset_meta, but not None.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
-        environment = describe_environment(MACHINE.device)
+        environment = describe_environment(device)
         write_record(args.json, dict(report.to_dict(), pipeline=args.pipeline, environment=environment))
     print(f'{report}, on images of the {args.pipeline} pipeline\nWritten to {args.out}')
 
