@@ -74,11 +74,6 @@ class Form:
         """Whether the form runs an ONNX file."""
         return bool(RUNTIMES[self.runtime].module)
 
-    @property
-    def effort(self) -> int:
-        """How much is to be made before the form runs: 0 for a checkpoint, 1 for an export, 2 for a calibration too."""
-        return self.is_exported + (self.precision == 'int8')
-
     def options(self, threads: int) -> dict:
         """The options of :func:`slab_det.load_detector` other than the files and the device."""
         if self.is_exported:

@@ -184,15 +184,17 @@ class _Search:
             turns.deadline += time.monotonic() - start
         self.measure([BASE], SURE_ROUNDS, 'The original detector as it is')
         originals = [*list_forms(turns.device)]
+        int8 = [form for form in originals if form.precision == 'int8']
         # In parts, so that a long export takes no time from forms that need none.
-        for effort in (0, 1):
-            self.measure([form for form in originals if form.effort == effort], SURE_ROUNDS, 'The original detector')
+        for is_exported in (False, True):
+            forms = [form for form in originals if form.is_exported == is_exported and form not in int8]
+            self.measure(forms, SURE_ROUNDS, 'The original detector')
+        names, middle = [*CHANNELS], len(CHANNELS) // 2
+        more, fewer = names[:middle], names[middle:]
         # Fewer channels gain most: they come before int8, whose calibration is long.
-        names = [*CHANNELS]
-        middle = len(names) // 2
-        self._try_variant(self._choose_engines()[:1], (names[middle],))
-        self.measure([form for form in originals if form.effort == 2], SURE_ROUNDS, 'The original detector in int8')
-        self._try_variants(names, middle)
+        self._try_variant(self._choose_engines()[:1], (fewer[0],))
+        self.measure(int8, SURE_ROUNDS, 'The original detector in int8')
+        self._try_variants(more, fewer)
         rounds = max(ROUNDS, len(turns.order))
         # A form that was dropped for another one comes back where further rounds do not bear that out.
         while left := [
@@ -219,22 +221,22 @@ class _Search:
         self.turns.unload(self.standing.dropped())
         self._write()
 
-    def _try_variants(self, names: Sequence[str], middle: int) -> None:
+    def _try_variants(self, more: Sequence[str], fewer: Sequence[str]) -> None:
         """Measures absorbed detectors in the fastest forms of the original.
 
         Args:
-            names: Budgets of channels, from many to few.
-            middle: Where to begin.
+            more: Budgets of channels above the middle, from many to few.
+            fewer: The middle one, and those below.
         """
         engines, best = self._choose_engines(), ()
         # More channels go where the detector can spare those in the middle, fewer where it cannot.
-        for name in names[middle:]:
+        for name in fewer:
             is_good = self._try_variant(engines, (name,))
             best = (name,) if is_good else best
             if not is_good:
                 break
         if not best and is_good is not None:
-            for name in names[:middle][::-1]:
+            for name in reversed(more):
                 if self._try_variant(engines, (name,)):
                     best = (name,)
                     break
