@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from slab_det.common.errors import DeploymentError
+from slab_det.common.own_files import OwnFiles
 from slab_det.common.record import SCHEMA, Record, format_digits, format_ratio, format_table, to_json
 from slab_det.compare.detections import Detections
 from slab_det.compare.ruler import FEW_DETECTIONS
@@ -18,7 +19,6 @@ from slab_det.inference.forms import BASE
 from slab_det.measure.report_file import AP_KINDS, format_ap
 from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
 from slab_det.optimization.evidence import describe_evidence
-from slab_det.optimization.own_files import OwnFiles
 
 FEW_ROUNDS_NOTE = (
     f'With fewer than {QUARTILE_ROUNDS} rounds a form is called faster only if its slowest round is faster than the '

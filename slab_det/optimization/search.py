@@ -18,6 +18,7 @@ from slab_det.common.errors import SlabDetError
 from slab_det.common.files import check_writable, locked
 from slab_det.common.mute import mute_log
 from slab_det.common.numbers import check_threads
+from slab_det.common.own_files import OwnFiles, check_own
 from slab_det.common.record import describe_environment
 from slab_det.fusion.folding import check_statistics
 from slab_det.inference.folder import OPTIMIZE_JSON
@@ -26,7 +27,6 @@ from slab_det.machine import find_device
 from slab_det.optimization.choice import SURE_ROUNDS
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.images import SplitImages
-from slab_det.optimization.own_files import OwnFiles, check_own
 from slab_det.optimization.records import Records
 from slab_det.optimization.report import OptimizationReport, draw_pictures, write_folder
 from slab_det.optimization.standing import Standing
@@ -37,7 +37,7 @@ from slab_det.optimization.variants import Variants
 ROUNDS = 30
 # Number of forms of the original detector, the fastest ones, in which absorbed detectors are measured.
 ENGINES = 2
-WORK = 'work'
+COMMAND, WORK = 'optimize', 'work'
 
 
 def optimize(
@@ -100,7 +100,7 @@ def optimize(
     if not minutes > 0 or not max_loss >= 0:
         raise SlabDetError(f'minutes={minutes:g} must be above 0, max_loss={max_loss:g} at least 0')
     check_threads(threads, name='threads=')
-    check_own(out)
+    check_own(out, COMMAND)
     try:
         check_writable(out / OPTIMIZE_JSON)
     except OSError as error:
@@ -126,7 +126,7 @@ def optimize(
             check_statistics(detector, str(checkpoint))
             split = SplitImages(cfg, images, num_images)
             # Before the lock, which is a file of the folder.
-            OwnFiles(out)
+            OwnFiles(out, COMMAND)
             with locked(out / WORK, wait=False):
                 search = _Search(cfg, detector, split, out, max_loss, device, start + 60 * minutes, progress)
                 return search.run(eval)
@@ -151,7 +151,7 @@ class _Search:
         progress: bool,
     ) -> None:
         self.detector, self.images, self.max_loss = detector, images, max_loss
-        self.files, threads = OwnFiles(out), torch.get_num_threads()
+        self.files, threads = OwnFiles(out, COMMAND), torch.get_num_threads()
         self.environment = describe_environment(device)
         weights = hashlib.sha256()
         add_weights(weights, detector)

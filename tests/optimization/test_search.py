@@ -24,6 +24,7 @@ from slab_det import precisions
 from slab_det.common import memory
 from slab_det.common.errors import ConfigError, DataError, DeploymentError, ExportError, SlabDetError
 from slab_det.common.files import locked
+from slab_det.common.own_files import OwnFiles
 from slab_det.compare.detections import as_detections
 from slab_det.data import SyntheticShapes, generate
 from slab_det.inference import ServedDetector, forms
@@ -34,7 +35,6 @@ from slab_det.optimization import choice, standing, turns
 from slab_det.optimization import images as images_module
 from slab_det.optimization import search as module
 from slab_det.optimization.evaluation import Evaluation
-from slab_det.optimization.own_files import MARKER, OwnFiles
 from slab_det.optimization.records import ROUNDS_FILE, STATE_FILE
 
 FORK = multiprocessing.get_context('fork')
@@ -143,7 +143,7 @@ def test_every_form_is_measured_and_the_folder_is_complete(optimized: Path) -> N
     assert found['eager']['ratio'] == 1 and found['eager']['expected_loss'] == 0
     names = {path.name for path in optimized.iterdir()}
     kept = {name for entry in found.values() for name in entry['files']}
-    assert names == kept | {OPTIMIZE_JSON, 'README.md', 'ap_ms.svg', 'objects.png', 'work', MARKER}
+    assert names == kept | {OPTIMIZE_JSON, 'README.md', 'ap_ms.svg', 'objects.png', 'work', '.slab_det_optimize'}
     assert 'original_config.py' in kept and 'original.pth' in kept
     readme = (optimized / 'README.md').read_text()
     assert all(entry['title'] in readme for entry in found.values())
@@ -483,7 +483,7 @@ def test_six_images_are_enough(files: Path, tmp_path: Path, two_forms: None) -> 
 
 def test_two_programs_do_not_work_in_one_folder(files: Path, tmp_path: Path) -> None:
     out = tmp_path / 'out'
-    OwnFiles(out)
+    OwnFiles(out, module.COMMAND)
     with locked(out / module.WORK), pytest.raises(SlabDetError, match='another program optimizes into'):
         run(files, out)
 

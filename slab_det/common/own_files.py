@@ -1,4 +1,4 @@
-"""OwnFiles: the files of a folder that slab_det.optimize wrote, the only ones that it replaces or removes there."""
+"""OwnFiles: the files of a folder that a command wrote, the only ones that it replaces or removes there."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from pathlib import Path
 from slab_det.common.errors import SlabDetError
 from slab_det.common.files import whole_file
 
-# Lists the files, one a line. A folder without it is somebody else's, unless it is empty.
-MARKER = '.slab_det_optimize'
+
+def marker_path(folder: Path, command: str) -> Path:
+    """The file of a folder that lists what a command of slab-det wrote there, one name a line."""
+    return folder / f'.slab_det_{command}'
 
 
-def check_own(folder: Path) -> None:
-    """Raises SlabDetError unless a folder is new, empty, or one that optimize wrote."""
+def check_own(folder: Path, command: str) -> None:
+    """Raises SlabDetError unless a folder is new, empty, or one that a command of slab-det wrote."""
     if folder.exists() and not folder.is_dir():
         raise SlabDetError(f'{folder} is a file; give a new folder')
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise SlabDetError(f'{folder} holds files that slab-det optimize did not write; give a new folder')
+    if folder.is_dir() and any(folder.iterdir()) and not marker_path(folder, command).is_file():
+        raise SlabDetError(f'{folder} holds files that slab-det {command} did not write; give a new folder')
 
 
 class OwnFiles:
-    """Writes and removes files of a folder; takes a new or an empty folder, or one of an earlier call.
+    """Writes and removes files of a folder, but none that somebody else put there.
 
-    Raises:
-        SlabDetError: If the folder is somebody else's.
+    Args:
+        folder: The folder; it need not exist.
+        command: The command of slab-det that writes, such as 'optimize'.
     """
 
-    def __init__(self, folder: Path) -> None:
-        check_own(folder)
-        self.folder, marker = folder, folder / MARKER
-        self.names = {*marker.read_text(errors='replace').splitlines()} if marker.is_file() else set()
-        if not marker.is_file():
+    def __init__(self, folder: Path, command: str) -> None:
+        self.folder, self.command, self.marker = folder, command, marker_path(folder, command)
+        is_known = self.marker.is_file()
+        self.names = {*self.marker.read_text(errors='replace').splitlines()} if is_known else set()
+        if not is_known:
             self._save()
 
     @contextmanager
@@ -48,7 +51,7 @@ class OwnFiles:
         path = self.folder / name
         if name not in self.names:
             if path.exists() or path.is_symlink():
-                raise SlabDetError(f'{path} is not a file that slab-det optimize wrote: move it away')
+                raise SlabDetError(f'{path} is not a file that slab-det {self.command} wrote: move it away')
             # Listed before it is there: a killed program must not leave a file that is listed nowhere.
             self.names.add(name)
             self._save()
@@ -77,5 +80,5 @@ class OwnFiles:
             self._save()
 
     def _save(self) -> None:
-        with whole_file(self.folder / MARKER) as marker:
+        with whole_file(self.marker) as marker:
             marker.write_text(''.join(f'{name}\n' for name in sorted(self.names)))
