@@ -16,6 +16,7 @@ def main(args: argparse.Namespace) -> None:
     from pathlib import Path
 
     from slab_det.common.errors import SlabDetError
+    from slab_det.common.own_files import OwnFiles
     from slab_det.measure.figure import ap_latency_figure, save_figure
     from slab_det.measure.report_file import markdown_table, merge_entries, read_report
 
@@ -23,12 +24,14 @@ def main(args: argparse.Namespace) -> None:
     if not entries:
         raise SlabDetError(f'no entries in {", ".join(args.reports)}; slab-det train, test and latency write them')
     table = markdown_table(entries)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / 'table.md').write_text(table)
+    files = OwnFiles(Path(args.out), 'report')
+    with files.write('table.md') as path:
+        path.write_text(table)
     print(table)
-    save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
-    print(f'Table and picture written to {out}')
+    figure = ap_latency_figure(entries)
+    with files.write('ap_latency.svg') as path:
+        save_figure(figure, path, 'svg')
+    print(f'Table and picture written to {args.out}')
 
 
 if __name__ == '__main__':

@@ -43,11 +43,12 @@ styled = rc_context(
 
 
 @styled
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Writes a picture in the format that its suffix names; the folder need not exist."""
+def save_figure(figure: Figure, path: str | Path, kind: str = '') -> None:
+    """Writes a picture in the format ``kind``, such as 'svg', or that its suffix names; the folder need not exist."""
     path = Path(path)
+    kind = kind or path.suffix[1:]
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={'Date': None} if path.suffix == '.svg' else None)
+    figure.savefig(path, format=kind, metadata={'Date': None} if kind == 'svg' else None)
 
 
 @styled

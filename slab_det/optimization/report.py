@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from slab_det.common.errors import DeploymentError
 from slab_det.common.own_files import OwnFiles
@@ -221,9 +219,8 @@ def draw_pictures(
     objects = objects_figure(shown, images, report.content['classes'], SCORE)
     figures = {FIGURE: loss_figure(report.content), GRID: objects}
     for name, figure in figures.items():
-        with TemporaryDirectory() as folder, files.write(name) as path:
-            save_figure(figure, Path(folder, name))
-            shutil.copyfile(Path(folder, name), path)
+        with files.write(name) as path:
+            save_figure(figure, path, Path(name).suffix[1:])
     _write_text(files, README, _readme(report, has_pictures=True))
 
 

@@ -71,7 +71,7 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, call, run, tmp_path):
     )
     assert 'small (unfused)' in output and 'fused_config (fused)' in output
     run('report.py run/report.json --out table')
-    assert {path.name for path in (tmp_path / 'table').iterdir()} == {'table.md', 'ap_latency.svg'}
+    assert {path.name for path in (tmp_path / 'table').iterdir()} == {'table.md', 'ap_latency.svg', '.slab_det_report'}
 
 
 def test_a_training_with_prepbn_starts_from_a_layernorm_detector(small_run_cfg, run, tmp_path):
