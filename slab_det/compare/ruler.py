@@ -1,5 +1,5 @@
 """Estimates without labels which part of its AP a student keeps: both detectors are judged by the teacher's detections
-in the mirrored images, which both miss alike by chance."""
+in the mirrored images."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ def retained_ap(
 ) -> RetainedAP:
     """Estimates the share of the teacher's AP that a student keeps.
 
-    ``truth`` are the teacher's detections in the mirrored images, mirrored back. What two good detectors find
-    differently by chance, both miss in it alike, so that the share of the AP
+    ``truth`` are the teacher's detections in the mirrored images, mirrored back. Two good detectors differ from
+    ``truth`` by chance, and about equally often. The share of the AP,
 
         AP(student) / AP(teacher), both with ``truth`` as the objects,
 
-    counts what got worse alone. With ``truth = teacher`` it counts all that the student finds differently.
+    is therefore below 1 only for what got worse. With ``truth = teacher`` it counts all that the student finds
+    differently.
 
     A detection of ``truth`` with score p counts as an object with probability p. Other detections are matched to it as
     COCO matches detections to objects. A matched detection is right with the probability p of its match; an unmatched
