@@ -29,7 +29,8 @@ class Records:
     Attributes:
         folder: The folder.
         state: Values that JSON can hold, saved by :meth:`save`.
-        rounds: The milliseconds of each form, by its key, on one image; one dict per round.
+        rounds: The milliseconds of each form, by its key, on one image: one dict per round, and an empty one where
+            forms predicted the image without being timed.
         found: The detections of each form, by its key, in each image, by its index; of ``TRUTH`` too.
         failed: Why a form does not run, by its key; not in the files, because the next call tries again.
         damaged: What is wrong with earlier records of the same key.
@@ -68,11 +69,11 @@ class Records:
             name.write_text(json.dumps(self.state, indent=1))
 
     def add(self, image: int, times: Mapping[str, float], found: Mapping[str, Detections]) -> None:
-        """Adds a round, to the file too.
+        """Adds a round, or the predictions of an image that were not timed, to the file too.
 
         Args:
             image: Index of the image.
-            times: Milliseconds of each form, by its key.
+            times: Milliseconds of each form that was timed, by its key.
             found: Detections of the forms that had not seen the image before.
         """
         line = dict(image=image, times=dict(times), found={key: _to_json(value) for key, value in found.items()})

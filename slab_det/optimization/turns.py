@@ -42,8 +42,8 @@ class Turns:
         images: The images.
         device: 'cpu' or 'cuda'.
         threads: CPU threads of every runtime.
-        deadline: When no file is made, no form loaded and no round begun any more, by ``time.monotonic``; the original
-            detector, and forms that were loaded before, are measured nevertheless.
+        deadline: Time (``time.monotonic``) from which on no step begins. The original detector, and forms that are
+            loaded by then, still get their rounds.
         progress: Print each step, and show progress bars.
 
     Attributes:
