@@ -1,4 +1,4 @@
-"""Trains, fuses and compares small detectors on generated images: see slab_det/cli/quickstart.py."""
+"""Trains a small detector on generated images, optimizes it, and trains another: see slab_det/cli/quickstart.py."""
 
 from slab_det_command import run
 
