@@ -4,7 +4,9 @@
 registers them itself after it has parsed its arguments, so that ``--help`` takes under a second.
 """
 
+import signal
 from importlib import import_module
+from typing import Any
 
 # True once a command has started. The workers of a data loader may import this module too, but start none.
 registers_late = False
@@ -15,3 +17,17 @@ def run(module: str = '') -> None:
     global registers_late
     registers_late = True
     import_module(f'slab_det.cli.{module}' if module else 'slab_det.cli').main()
+
+
+def create_worker() -> Any:
+    """Makes the application of one of several processes of ``slab-det serve``.
+
+    uvicorn holds back the signals that end a process, here until the detector is loaded, which may take longer than
+    ``docker stop`` waits. It is made here, where nothing slow is imported before.
+    """
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return import_module('slab_det.cli.serve').create_worker()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -59,13 +59,14 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
             parser = argparse.ArgumentParser(description=sys.modules[function.__module__].__doc__)
             add_arguments(parser)
             args = parser.parse_args()
-            # The imports take seconds, in which Ctrl-C comes too.
+            # The imports take seconds, in which Ctrl-C and SIGTERM come too.
             try:
-                import slab_det
+                with _leave_on_termination(at_once=True):
+                    import slab_det
 
-                slab_det.register()
-                slab_det.runtime.install()
-                from slab_det.common.errors import SlabDetError, describe_error
+                    slab_det.register()
+                    slab_det.runtime.install()
+                    from slab_det.common.errors import SlabDetError, describe_error
 
                 try:
                     with _leave_on_termination(), _close_process_group():
@@ -102,11 +103,18 @@ def _close_process_group() -> Iterator[None]:
 
 
 @contextmanager
-def _leave_on_termination() -> Iterator[None]:
-    """Lets SIGTERM end the block as an exception does, so that temporary files are removed."""
+def _leave_on_termination(at_once: bool = False) -> Iterator[None]:
+    """Lets SIGTERM end the block as an exception does, so that temporary files are removed.
+
+    Args:
+        at_once: End the process itself: an import may turn an exception into another one. Without any handler the first
+            process of a container would not end: Linux withholds signals from it that it does not handle.
+    """
 
     def leave(*_: object) -> None:
         # 143 is the exit code of shells after SIGTERM.
+        if at_once:
+            os._exit(143)
         raise SystemExit(143)
 
     # Whoever has a handler of their own keeps it; other threads than the main one cannot set any.
@@ -114,7 +122,8 @@ def _leave_on_termination() -> Iterator[None]:
         yield
         return
     signal.signal(signal.SIGTERM, leave)
-    _ends_in_order.set()
+    if not at_once:
+        _ends_in_order.set()
     try:
         yield
     finally:

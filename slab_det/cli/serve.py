@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
         os.environ[VARIABLE] = json.dumps(vars(args))
         # Each process is a new interpreter: the threads of a runtime do not survive a fork.
         uvicorn.run(
-            f'{__name__}:create_worker',
+            'slab_det_command:create_worker',
             factory=True,
             workers=processes,
             timeout_worker_healthcheck=SILENT_SECONDS,

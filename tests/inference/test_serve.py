@@ -41,6 +41,7 @@ from pycocotools.mask import decode
 from torch import nn
 
 import slab_det
+import slab_det_command
 from slab_det.checkpoints import build_detector
 from slab_det.common.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 from slab_det.common.pipeline import ImagePipeline, find_test_pipeline
@@ -412,6 +413,20 @@ def test_server_does_not_start_without_a_detector_of_instances(files, call, tmp_
     monkeypatch.setattr(slab_det, 'load_detector', lambda *_, **__: ServedDetector(model, steps))
     error = call('serve.py', *files[:2], code=1).err
     assert 'no instances' in error and 'set test_cfg.instance_on' in error
+
+
+def test_signals_end_a_server_process_that_loads_its_detector(monkeypatch):
+    """uvicorn's handlers would wait for the detector; they are back when it is loaded."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    monkeypatch.setattr('slab_det.cli.serve.create_worker', lambda: [*map(signal.getsignal, numbers)])
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    held_back = [*map(signal.getsignal, numbers)]
+    try:
+        assert slab_det_command.create_worker() == [signal.SIG_DFL] * 2
+        assert [*map(signal.getsignal, numbers)] == held_back
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_the_image_serves_without_git_in_two_processes(files, served, tmp_path):

@@ -26,6 +26,21 @@ def main(args):
 main()
 """
 
+# SIGTERM comes while classes are registered, which is when most imports run.
+EARLY = """
+import os, signal
+import slab_det
+from slab_det.cli import command
+
+slab_det.register = lambda: os.kill(os.getpid(), signal.SIGTERM)
+
+@command(lambda parser: None)
+def main(args):
+    print('ran')
+
+main()
+"""
+
 
 def test_a_terminated_command_removes_its_temporary_folders(tmp_path, monkeypatch):
     monkeypatch.setenv('TMPDIR', str(tmp_path))
@@ -38,6 +53,12 @@ def test_a_terminated_command_removes_its_temporary_folders(tmp_path, monkeypatc
     process.stdout.close()
     assert process.wait(30) == 143
     assert not [*tmp_path.glob('slab_det_absorb_*')]
+
+
+def test_a_command_handles_termination_during_the_imports():
+    """The first process of a container gets no signal that it does not handle; any other would end by it."""
+    run = subprocess.run([sys.executable, '-c', EARLY], capture_output=True, text=True, cwd=CONFIGS.parent, timeout=120)
+    assert run.returncode == 143 and 'ran' not in run.stdout and 'Traceback' not in run.stderr
 
 
 def test_a_forked_worker_of_a_command_ends_at_once():
