@@ -3,12 +3,13 @@
 #   docker build -t slab_det .      # smaller: --build-arg SLAB_DET_TORCH_INDEX=... (PyTorch's builds for CPUs)
 #   docker run -p 127.0.0.1:8000:8000 -v $PWD/FOLDER:/model:ro slab_det    # the folder of slab-det optimize
 #   curl --data-binary @photo.jpg http://localhost:8000/detect
-#   docker run --shm-size=2g slab_det make quickstart
+#   docker run --init --shm-size=2g slab_det make quickstart
 FROM python:3.11-slim
 # OpenCV's libraries; make; a compiler for the tests of torch.compile.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libgl1 libglib2.0-0 make \
     && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home slab_det && mkdir /slab_det && chown slab_det /slab_det
+# Another user may serve too, such as the owner of a folder that nobody else can read: docker run --user.
+RUN useradd --create-home slab_det && chmod 755 /home/slab_det && mkdir /slab_det && chown slab_det /slab_det
 USER slab_det
 WORKDIR /slab_det
 ARG SLAB_DET_TORCH_INDEX=
