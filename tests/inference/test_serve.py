@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
@@ -303,7 +304,7 @@ def test_example_resizes_as_mmdet_does(width, height, keep_ratio):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, call: Callable) -> Callable[..., object]:
+def server(monkeypatch: pytest.MonkeyPatch, call: Callable) -> Iterator[Callable[..., object]]:
     """A function: the application that ``slab-det serve`` with these arguments would serve in one process."""
     for package in ('fastapi', 'httpx', 'uvicorn'):
         if find_spec(package) is None:
@@ -318,7 +319,9 @@ def server(monkeypatch: pytest.MonkeyPatch, call: Callable) -> Callable[..., obj
         assert (host, port) == ('127.0.0.1', 8000), 'reached from this machine alone'
         return app
 
-    return make
+    yield make
+    # The command leaves what the process holds out of garbage collection, because its process ends.
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize(('runtime', 'masks'), [('torch', 'full'), ('torch', 'rle'), ('onnxruntime', 'rle')])
