@@ -19,6 +19,8 @@ ENV PATH=$SLAB_DET_VENV/bin:$PATH PYTHONPATH=/slab_det PYTHON=/usr/local/bin/pyt
 COPY requirements requirements
 COPY tools/venv.sh tools/
 RUN tools/venv.sh
+# numba, which mmdet imports, needs a folder that any user may write, also with docker run --read-only --tmpfs /tmp.
+ENV NUMBA_CACHE_DIR=/tmp/numba
 COPY --chown=slab_det . .
 EXPOSE 8000
 HEALTHCHECK --start-period=120s CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://localhost:8000/healthz')"]
