@@ -33,6 +33,7 @@ SILENT_SECONDS = 120
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', metavar='FOLDER', help='folder of slab-det optimize; or a config, before its weights')
     parser.add_argument('weights', nargs='?', help='of a config: a checkpoint, or with --runtime an exported file')
+    parser.add_argument('--form', metavar='NAME', help='another form of a folder than the recommended one')
     parser.add_argument('--runtime', choices=('torch', *EXPORT_RUNTIMES), default='torch')
     parser.add_argument('--device', help="'cpu' or 'cuda:N', with 'torch' (default: a GPU if there is one)")
     parser.add_argument('--masks', choices=('full', 'rle'), default='full', help='rle: one mask in memory at a time')
@@ -115,6 +116,8 @@ def load(args: argparse.Namespace) -> 'ServedDetector':
     options = dict(runtime=args.runtime, masks=args.masks, device=args.device)
     if args.dtype:
         options['dtype'] = getattr(torch, args.dtype)
+    if args.form:
+        options['form'] = args.form
     if args.weights is None or args.runtime != 'torch':
         options['threads'] = args.threads
     else:

@@ -364,7 +364,7 @@ def test_server_takes_a_folder_of_optimize(files, served, server, tmp_path, runt
     from fastapi.testclient import TestClient
 
     write_folder(tmp_path, files, runtime)
-    with TestClient(server(tmp_path, '--threads', 1)) as client:
+    with TestClient(server(tmp_path, '--threads', 1, '--form', 'chosen')) as client:
         answer = client.post('/detect', content=cv2.imencode('.png', IMAGES[0])[1].tobytes()).json()
     expected = served(runtime)(IMAGES[0]).pred_instances
     assert [entry['box'] for entry in answer['detections']] == expected.bboxes.tolist()
@@ -409,6 +409,7 @@ def test_server_does_not_start_without_a_detector_of_instances(files, call, tmp_
         ((files[0], tmp_path / 'nowhere.pth'), 'nowhere.pth'),
         ((files[0],), 'lacks weights'),
         ((tmp_path, '--dtype', 'bfloat16'), 'leave dtype= out'),
+        ((tmp_path, '--form', 'other'), "no files of a form 'other'; its forms are chosen"),
     ):
         assert message in call('serve.py', *arguments, code=1).err, arguments
     model, steps = segmenter('MaskFormer'), find_test_pipeline(Config.fromfile(files[0]))
