@@ -4,6 +4,8 @@ import os
 
 # Small tensors: more threads only wait for each other. Set before torch is loaded, for child processes too.
 os.environ['OMP_NUM_THREADS'] = '1'
+# A test run tells nobody that it ran; commands set this too.
+os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')
 # Without a GPU Triton's kernels run in its interpreter; it asks when they are defined.
 if not os.path.exists('/dev/nvidia0'):
     os.environ['TRITON_INTERPRET'] = '1'

@@ -59,6 +59,8 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
             parser = argparse.ArgumentParser(description=sys.modules[function.__module__].__doc__)
             add_arguments(parser)
             args = parser.parse_args()
+            # ONNX Runtime reports its use to its maker otherwise, from a thread beside what is timed.
+            os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')
             # The imports take seconds, in which Ctrl-C and SIGTERM come too.
             try:
                 with _leave_on_termination(at_once=True):

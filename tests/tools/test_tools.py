@@ -1,5 +1,6 @@
 """The command lines: --help, usage errors and one-line error messages."""
 
+import os
 import runpy
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 import slab_det
 from slab_det import export
-from slab_det.cli import COMMANDS
+from slab_det.cli import COMMANDS, command
 from slab_det.fusion.affine import fold_into_output
 from slab_det.precisions import EXPORT_RUNTIMES
 from slab_det.recalibration import PIPELINES
@@ -40,6 +41,17 @@ def test_every_command_has_a_tool_whose_help_does_not_import_torch() -> None:
     assert {Path(tool).stem for tool in tools} == {*COMMANDS.values(), 'test_onnx'}
     done = subprocess.run([sys.executable, '-c', HELP, *tools], capture_output=True, text=True, cwd=TOOLS.parent)
     assert done.stderr.splitlines() == tools
+
+
+@pytest.mark.parametrize(('own', 'value'), [('', '1'), ('0', '0')])
+def test_commands_switch_off_the_telemetry_of_onnx_runtime_unless_the_user_chose(monkeypatch, own, value):
+    monkeypatch.setattr(sys, 'argv', ['tool'])
+    monkeypatch.setenv('ORT_DISABLE_TELEMETRY', own)
+    if not own:
+        monkeypatch.delenv('ORT_DISABLE_TELEMETRY')
+    seen = []
+    command(lambda parser: None)(lambda args: seen.append(os.environ['ORT_DISABLE_TELEMETRY']))()
+    assert seen == [value]
 
 
 @pytest.mark.parametrize('module', [*COMMANDS.values(), 'test_onnx'])
