@@ -151,8 +151,7 @@ def replay(cache: GraphCache) -> None:
 @torch.no_grad()
 def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     """Captures each part of a deployed Mask R-CNN, and the whole; caches keep alive the tensors that graphs read."""
-    operators, caches = FixedOperators(), {}
-    static = StaticDetector(model, operators)
+    static, caches = StaticDetector(model, FixedOperators()), {}
     family = static.family
     family.merge_weights()
     frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).to(DEVICE)
@@ -168,8 +167,7 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
         return family.classify(features, (corners, scores), Frame(limits), family.score_thr)
 
     def mask(corners: Tensor, scores: Tensor, labels: Tensor, *features: Tensor) -> Sequence[Tensor]:
-        regions, order = operators.pool(model.roi_head.mask_roi_extractor, features, corners, scores)
-        return (family.mask_head(regions, labels, order).sigmoid(),)
+        return [logits.sigmoid() for logits in family.find_masks(features, corners, scores, labels)]
 
     image = torch.randn(1, 3, *PADDED, device=DEVICE)
     maps = run('backbone', model.backbone, image)
