@@ -22,7 +22,7 @@ from slab_det.compare.difference import RoundedArithmetic
 from slab_det.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.families.layers import linear_relu
 from slab_det.fusion.folding import OTHER_NORMS
-from slab_det.inference.gpu import graph
+from slab_det.inference.gpu import kernels
 from slab_det.machine import Machine
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.norms import RepBN, TokenBN
@@ -113,14 +113,15 @@ def test_linear_layer_with_relu(monkeypatch):
 def test_multiply_adds_of_internal_operators():
     x, weight, q = torch.randn(5, 7), torch.randn(6, 7), torch.randn(1, 2, 9, 4)
     assert count_multiply_adds(lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, 'none', [], 'none')) == 210
+    assert count_multiply_adds(lambda: linear_relu(x, weight, weight[:, 0])) == 210
     assert count_multiply_adds(lambda: F.scaled_dot_product_attention(q, q, q)) == 2 * (2 * 9 * 9 * 4)
 
 
 @pins('torch.utils._python_dispatch._get_current_dispatch_mode')
 def test_a_dispatch_mode_is_seen():
     seen = []
-    count_multiply_adds(lambda: seen.append(graph._get_current_dispatch_mode()))
-    assert graph._get_current_dispatch_mode() is None and seen[0] is not None
+    count_multiply_adds(lambda: seen.append(kernels._get_current_dispatch_mode()))
+    assert kernels._get_current_dispatch_mode() is None and seen[0] is not None
 
 
 @pins('torch.utils._python_dispatch.TorchDispatchMode')

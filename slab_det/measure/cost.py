@@ -57,8 +57,13 @@ def count_multiply_adds(forward: Callable[[], object]) -> int:
     def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *others: object, **options: object) -> int:
         return sdpa_flop_count(q, k, v)
 
-    # FlopCounterMode has no formula for oneDNN linear layers and, before torch 2.15, for attention on a CPU.
+    def linear_relu_flops(bias: torch.Size, x: torch.Size, *others: object, **options: object) -> int:
+        return linear_flops(x, **options)
+
+    # FlopCounterMode has no formula for oneDNN linear layers and for linear layers with a ReLU and, before torch 2.15,
+    # for attention on a CPU.
     internal = (
+        (torch.ops.aten, '_addmm_activation', linear_relu_flops),
         (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu', attention_flops),
         (torch.ops.mkldnn, '_linear_pointwise', linear_flops),
     )

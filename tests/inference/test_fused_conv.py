@@ -8,6 +8,7 @@ from mmcv.cnn import ConvModule
 from torch import nn
 
 from slab_det.inference.gpu.layers import fused_conv
+from slab_det.measure.cost import count_multiply_adds
 
 LAYERS = {
     '3x3': nn.Conv2d(8, 12, 3, padding=1),
@@ -33,6 +34,8 @@ def test_fused_convolution_equals_its_layer(name):
     layer, x = LAYERS[name].eval(), torch.randn(2, 8, 9, 11)
     fused = fused_conv(copy.deepcopy(layer))
     torch.testing.assert_close(fused(x), layer(x), msg=lambda text: f'{name}: {text}')
+    counts = [count_multiply_adds(lambda form=form: form(x)) for form in (fused, layer)]
+    assert counts[0] == counts[1] > 0, (name, counts)
 
 
 @pytest.mark.parametrize('name', OTHERS)

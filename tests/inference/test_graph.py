@@ -31,8 +31,9 @@ from pycocotools import mask as coco_mask
 
 import slab_det
 from slab_det.families.operators import anchors
-from slab_det.inference.gpu import box_kernels, graph
+from slab_det.inference.gpu import box_kernels, graph, kernels
 from slab_det.inference.gpu.graph import GraphCache
+from slab_det.measure.cost import count_multiply_adds
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if ON_GPU else 'cpu'
@@ -176,6 +177,29 @@ def test_unsupported_calls_run_predict_of_the_class(monkeypatch):
         assert not is_asked(image, [sample])
     model.eval()
     assert not is_asked(image, [sample]), 'gradients'
+
+
+def test_kernels_and_graphs_leave_operators_to_a_counter(monkeypatch):
+    """The counter of multiply-adds knows no kernels, and sees no operators in a graph."""
+    on_gpu = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=torch.cuda.current_device()))
+    monkeypatch.setattr(kernels, 'triton', SimpleNamespace())
+    assert kernels.can_run(on_gpu)
+    asked = []
+    count_multiply_adds(lambda: asked.append(kernels.can_run(on_gpu)))
+    assert asked == [False]
+
+
+@pytest.mark.parametrize('dtype', [None, torch.bfloat16], ids=str)
+def test_multiply_adds_of_a_deployed_detector_are_those_of_the_original(dtype):
+    model, counts = build('Mask R-CNN', random.Random(0)).to(DEVICE), []
+    image, data = torch.randn(1, 3, 75, 102, device=DEVICE), noise((75, 102), ORI_SHAPE)
+    regions = torch.randn(5, model.neck.out_channels, 14, 14, device=DEVICE)
+    for form in (model, slab_det.deploy(model, dtype)):
+        parts = (form.extract_feat, image), (form.roi_head.mask_head, regions), (form.test_step, data)
+        counts.append([count_multiply_adds(lambda part=part, x=x: part(x)) for part, x in parts])
+    # Rounding changes the number of objects, and so the last count.
+    for original, deployed, difference in zip(*counts, (1e-3, 1e-3, 0.2), strict=True):
+        assert deployed == pytest.approx(original, rel=difference), counts
 
 
 def test_a_changed_score_thr_takes_effect():

@@ -13,7 +13,6 @@ import torch
 from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slab_det.common.tensors import tensors_in
 from slab_det.families import Frame, Unsupported, find_family, require
@@ -266,15 +265,7 @@ class GraphedFeatures:
 
 def _may_replay(model: nn.Module, image: Tensor) -> bool:
     """Whether a graph computes what the model itself would compute in this call."""
-    return (
-        image.is_cuda
-        and not model.training
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled('cuda')
-        # A dispatch mode observes operators, and a replay calls none.
-        and _get_current_dispatch_mode() is None
-        and not torch.compiler.is_compiling()
-    )
+    return image.is_cuda and not model.training and not torch.is_grad_enabled() and kernels.runs_as_written()
 
 
 def _weight_address(model: nn.Module) -> int:

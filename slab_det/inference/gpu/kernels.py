@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 try:
     import triton
@@ -20,10 +21,18 @@ MIN_SIDE = 16
 
 
 def can_run(x: Tensor) -> bool:
-    """Whether kernels can run on ``x``: it is on the current GPU, and torch.compile and autocast are off."""
-    if triton is None or not x.is_cuda or torch.compiler.is_compiling():
+    """Whether kernels can run on ``x``: it is on the current GPU, and nothing observes or changes operators."""
+    if triton is None or not x.is_cuda or not runs_as_written():
         return False
-    return x.device.index == torch.cuda.current_device() and not torch.is_autocast_enabled('cuda')
+    return x.device.index == torch.cuda.current_device()
+
+
+def runs_as_written() -> bool:
+    """Whether nothing observes or changes operators on a GPU: no torch.compile, autocast or dispatch mode."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled('cuda'):
+        return False
+    # Such as FlopCounterMode, which knows PyTorch's operators alone, and sees none in a replay.
+    return _get_current_dispatch_mode() is None
 
 
 if triton is not None:
