@@ -65,7 +65,7 @@ class Row(NamedTuple):
         layer_norm: The row of ours with LayerNorm.
         type: Type of the backbone, in place of the config's.
         kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens; None for all.
-        eighths: Eighths of the channels that stay, by place, without a fit: :func:`remove_channels`.
+        eighths: Eighths of the channels that stay, by unit, without a fit: :func:`remove_channels`.
     """
 
     config: str
@@ -80,7 +80,8 @@ SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, Lay
 RETINANET = ('RetinaNet PVT-T, mmdet',) * 2
 RETINANET_CONFIG = 'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py'
 # Eighths that leave half, or a third, of the multiply-adds of a Mask R-CNN with Swin-T or PVT-S at 800x1216.
-HALF, THIRD = {'ffn': 1, 'rpn_conv': 3, 'neck': 8}, {'ffn': 1, 'rpn_conv': 3}
+THIRD = {'ffn': 1, 'rpn_conv': 3, 'lateral_convs': 8}
+HALF = {**THIRD, 'neck': 8}
 ROWS = {
     SWIN[0]: Row('mask_rcnn_swin_t', *SWIN, type='SwinTransformer'),
     SWIN[1]: Row('mask_rcnn_swin_t', *SWIN),
@@ -149,10 +150,10 @@ def build(row: Row) -> nn.Module:
 
 
 def remove_channels(model: nn.Module, eighths: Mapping[str, int]) -> None:
-    """Leaves eighths of the hidden channels of each place, by the last part of its name; half in places not named."""
-    places = [place for place in find_channels(model).values() if not place.reason]
+    """Leaves eighths of the channels of each unit, by the last part of its name; half in units not named."""
+    units = [unit for unit in find_channels(model).values() if not unit.reason]
     resize_channels(
-        model, {place.name: place.count * eighths.get(place.name.rpartition('.')[2], 4) // 8 for place in places}
+        model, {unit.name: unit.count * eighths.get(unit.name.rpartition('.')[2], 4) // 8 for unit in units}
     )
 
 
