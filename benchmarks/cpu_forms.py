@@ -8,7 +8,9 @@ Freed memory is kept (docs/latency.md, Memory). Rows go to benchmarks/results/cp
 PyTorch uses. Rows of tiles and of oneDNN's products are of e0cefb8 and before, which had them.
 """
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
+import slab_det  # before mmdet: registers everything
+
+# isort: split
 
 import argparse
 import statistics
@@ -23,10 +25,10 @@ from torch import nn
 
 from benchmarks.results import FOLDER, Results
 from benchmarks.runtimes import ROWS, STEPS, Call, build, measure
-from slab_det.inference import ServedDetector
-from slab_det.export import random_images
-from slab_det.common.record import format_table
 from slab_det.common.memory import keep_freed_memory, keeps_freed_memory
+from slab_det.common.record import format_table
+from slab_det.export import random_images
+from slab_det.inference import ServedDetector
 
 # A module, and its name that is replaced so that a form is not used. A function that changes one layer returns None to
 # leave it.

@@ -9,7 +9,9 @@ Weights are random, with heads made to find 32 objects. "Eager" is PyTorch's eag
 benchmarks/results/gpu.json after each part; a row that is measured again is replaced.
 """
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
+import slab_det  # before mmdet: registers everything
+
+# isort: split
 
 import argparse
 import copy
@@ -27,13 +29,12 @@ from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import HALF, Row, build
 from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
-from slab_det.inference.gpu.box_kernels import FixedOperators
-from slab_det.inference.gpu.graph import GraphCache
-from slab_det.inference.gpu.graph import StaticDetector, measure_frame
+from slab_det.common.record import format_table
 from slab_det.families import Frame
+from slab_det.inference.gpu.box_kernels import FixedOperators
+from slab_det.inference.gpu.graph import GraphCache, StaticDetector, measure_frame
 from slab_det.measure.latency import measure_latency
 from slab_det.measure.timer import time_call, time_in_turns
-from slab_det.common.record import format_table
 
 TESTS = 'tests/test_cuda.py', 'tests/inference/test_kernels.py'
 SIZE, PADDED = (800, 1333), (800, 1344)

@@ -6,7 +6,9 @@
 The int8 models are calibrated on 100 training images. Rows are added to benchmarks/results/int8.json.
 """
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+import slab_det  # noqa: F401 (before mmdet: registers everything)
+
+# isort: split
 
 import argparse
 import hashlib
@@ -18,10 +20,10 @@ from pathlib import Path
 from benchmarks.absorb.run import CONFIGS
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.cli.config import read_config
-from slab_det.preflight import set_data_root
-from slab_det.export import quantize_onnx
 from slab_det.common.record import format_table
+from slab_det.export import quantize_onnx
 from slab_det.measure.report_file import read_report
+from slab_det.preflight import set_data_root
 from slab_det.recalibration.images import recalibration_dataloader
 
 # File and runtime.

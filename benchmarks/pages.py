@@ -6,7 +6,9 @@ A table, or a paragraph that is generated as a whole, stands below a line ``<!--
 only the numbers are generated: its words are searched in the page, whatever the lines, and its numbers written.
 """
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+import slab_det  # noqa: F401 (before mmdet: registers everything)
+
+# isort: split
 
 import argparse
 import re

@@ -8,7 +8,9 @@ and added to benchmarks/results/runtimes.json; a later run measures missing dete
 Freed memory is kept; without that, equal models differ in latency (docs/latency.md, Memory).
 """
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
+import slab_det  # before mmdet: registers everything
+
+# isort: split
 
 import argparse
 import copy
@@ -27,18 +29,16 @@ from torch import nn
 
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
-from slab_det.inference import ServedDetector
-from slab_det.export import (
-    ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
-)  # fmt: skip
-from slab_det.fusion.channels import find_channels, resize_channels
-from slab_det.measure.cost import count_multiply_adds
-from slab_det.measure.figure import INK, WIDTH, save_figure, styled
-from slab_det.common.record import format_table
-from slab_det.measure.timer import PAUSE_SECONDS, time_in_turns
-from slab_det.measure.untrained import prepare_untrained
 from slab_det.common.memory import keep_freed_memory
 from slab_det.common.pipeline import ImagePipeline
+from slab_det.common.record import format_table
+from slab_det.export import ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images
+from slab_det.fusion.channels import find_channels, resize_channels
+from slab_det.inference import ServedDetector
+from slab_det.measure.cost import count_multiply_adds
+from slab_det.measure.figure import INK, WIDTH, save_figure, styled
+from slab_det.measure.timer import PAUSE_SECONDS, time_in_turns
+from slab_det.measure.untrained import prepare_untrained
 
 CALIBRATION_SIZE = (320, 416)
 # The test pipeline without resizing.

@@ -6,7 +6,9 @@ The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the 
 Mask R-CNNs with Swin-T are in `python -m benchmarks.gpu`.
 """
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+import slab_det  # noqa: F401 (before mmdet: registers everything)
+
+# isort: split
 
 import argparse
 from collections.abc import Callable
@@ -23,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.checkpoints import build_detector
-from slab_det.measure.timer import compare_times, time_in_turns
 from slab_det.common.record import format_table
+from slab_det.measure.timer import compare_times, time_in_turns
 from slab_det.norms import set_gamma
 
 BACKBONES = {

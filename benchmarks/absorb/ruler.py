@@ -11,7 +11,9 @@ tables and the picture of benchmarks/README.md.
 takes its detections in the images themselves, and so counts all that the student finds differently.
 """
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
+import slab_det  # before mmdet: registers everything
+
+# isort: split
 
 import argparse
 import tempfile
@@ -29,19 +31,19 @@ from torch import nn
 from benchmarks.results import FOLDER, Results
 from slab_det import runtime
 from slab_det.absorption.absorption_report import AbsorptionReport
-from slab_det.absorption.images import read_images
 from slab_det.absorption.channels.judge import Judge
 from slab_det.absorption.channels.observed import Observer
 from slab_det.absorption.channels.prices import measure_prices
 from slab_det.absorption.channels.survey import Survey
+from slab_det.absorption.images import read_images
 from slab_det.backbones.adopt import adopt
 from slab_det.checkpoints import build_detector
 from slab_det.common.modules import copy_module, set_mode
+from slab_det.common.record import format_table
 from slab_det.compare.detections import detect
 from slab_det.compare.ruler import retained_ap
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import COLOURS, WIDTH, save_figure, styled
-from slab_det.common.record import format_table
 from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
 

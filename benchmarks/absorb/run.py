@@ -12,7 +12,9 @@ not measured again. Rows 'fewest norms' are of keep='auto', which 25195966 had l
 tools/train.py in WORK_DIR, and go on where they were interrupted.
 """
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
+import slab_det  # before mmdet: registers everything
+
+# isort: split
 
 import argparse
 import copy
@@ -37,9 +39,9 @@ from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import write_tune_config
-from slab_det.preflight import set_data_root
 from slab_det.fusion import save_fused
 from slab_det.measure.evaluate import evaluate
+from slab_det.preflight import set_data_root
 from slab_det.recalibration import recalibration_dataloader
 
 CONFIGS = {

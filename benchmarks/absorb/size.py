@@ -6,7 +6,9 @@ Weights and images are random: neither changes what is computed. Every measureme
 are not asked for keep their stored numbers.
 """
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+import slab_det  # noqa: F401 (before mmdet: registers everything)
+
+# isort: split
 
 import argparse
 import multiprocessing
@@ -22,8 +24,8 @@ import torch
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
 from slab_det.absorption import store as storing
-from slab_det.compare.detections import detect
 from slab_det.common.record import format_table
+from slab_det.compare.detections import detect
 
 CONFIGS = {'Swin-T': 'mask_rcnn_swin_t', 'Swin-S': 'mask_rcnn_swin_s', 'PVT-S': 'mask_rcnn_pvt_s'}
 MIB = 2**20

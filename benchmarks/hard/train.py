@@ -11,7 +11,9 @@ command goes on after an interruption, from a checkpoint of each 100 iterations.
 benchmarks/results/hard_teachers.json.
 """
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+import slab_det  # noqa: F401 (before mmdet: registers everything)
+
+# isort: split
 
 import argparse
 import json

@@ -10,7 +10,9 @@ is not trained again. Results are added to benchmarks/results/norms_STUDY.json, 
 `<!-- norms STUDY -->` of benchmarks/README.md.
 """
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+import slab_det  # noqa: F401 (before mmdet: registers everything)
+
+# isort: split
 
 import argparse
 import json
