@@ -268,6 +268,12 @@ def test_unsupported_heads_run_after_a_graph_of_the_features(logged, captured_sh
     (found,), (expected,) = graphed(model, data), eager(model, data)
     assert_same(found, expected)
     assert captured_shapes == [(1, 3, 64, 96)]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+    (found,), (expected,) = graphed(model, data), eager(model, data)
+    assert_same(found, expected)
+    # A graph keeps the memory of the weights that it reads.
+    assert len(captured_shapes) == 2 and len(model.extract_feat._graphs._graphs) == 1, 'graphs of the former weights'
 
 
 def test_a_failed_capture_warns_once_and_predicts_without_graph(monkeypatch, logged):

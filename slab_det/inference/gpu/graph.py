@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -188,7 +189,36 @@ def measure_frame(metainfo: dict) -> Tensor:
     return torch.tensor([[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2], dtype=torch.float32)
 
 
-class GraphedPrediction:
+class _Graphed(ABC):
+    """Replaces a method of a detector by CUDA graphs of its weights where they are.
+
+    Args:
+        model: The detector.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # Made at the first call, because copying and loading call __init__ before the model has its modules.
+        self._graphs: GraphCache | None = None
+        self._address, self._lock = 0, Lock()
+
+    @abstractmethod
+    def _make_function(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Returns the function to capture; it may have copies of the weights."""
+
+    def _follow_weights(self) -> GraphCache:
+        """Returns the graphs, which are new where the weights have moved: a graph reads weights by address."""
+        address = next(self._model.parameters()).data_ptr()
+        # Threads share a detector: the first one makes the graphs.
+        with self._lock:
+            if address != self._address:
+                # A graph of the weights where they were may still run.
+                torch.cuda.synchronize()
+                self._graphs, self._address = GraphCache(self._make_function(), self._model), address
+            return self._graphs
+
+
+class GraphedPrediction(_Graphed):
     """Replaces a detector's ``predict`` by a CUDA graph; calls that a graph cannot answer run the original.
 
     Args:
@@ -197,31 +227,18 @@ class GraphedPrediction:
     """
 
     def __init__(self, model: nn.Module, masks: str) -> None:
-        self._model, self._masks = model, masks
-        # Made at the first call, because copying and loading call __init__ before the model has its modules.
+        super().__init__(model)
+        self._masks = masks
         self._static: StaticDetector | None = None
-        self._graphs: GraphCache | None = None
-        self._address, self._lock = 0, Lock()
 
     def __reduce__(self) -> tuple:
         # A copied or loaded detector captures its own graphs.
         return GraphedPrediction, (self._model, self._masks)
 
-    def _follow_weights(self) -> tuple[StaticDetector, GraphCache]:
-        """Returns the static detector and its graphs, both new where the weights have moved.
-
-        The static detector has copies of weights, and graphs have addresses.
-        """
-        address = _weight_address(self._model)
-        # Threads share a detector: the first one makes both, and none gets one of the old and one of the new weights.
-        with self._lock:
-            if address != self._address:
-                # A graph of the weights where they were may still run.
-                torch.cuda.synchronize()
-                self._static = StaticDetector(self._model, FixedOperators())
-                self._static.family.merge_weights()
-                self._graphs, self._address = GraphCache(self._static, self._model), address
-            return self._static, self._graphs
+    def _make_function(self) -> StaticDetector:
+        self._static = StaticDetector(self._model, FixedOperators())
+        self._static.family.merge_weights()
+        return self._static
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -238,39 +255,34 @@ class GraphedPrediction:
 
     def _detect(self, image: Tensor, metainfo: dict) -> Any:
         """Returns the predictions of a graph, or None if ``predict`` of the class may find others."""
-        static, graphs = self._follow_weights()
-        family = static.family
+        graphs = self._follow_weights()
+        # If the weights move in another thread, it may be the next one, whose settings and predictions are the same.
+        family = self._static.family
         computed = graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
         paste = mask_kernels.triton_paste_masks if self._masks == 'full' else partial(paste_masks, mask_format='rle')
         return None if computed is None else family.predict(computed, metainfo, paste)
 
 
-class GraphedFeatures:
+class GraphedFeatures(_Graphed):
     """Replaces ``extract_feat`` of a detector by a CUDA graph, for detectors whose heads cannot be captured."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._graphs = GraphCache(lambda image: tuple(type(model).extract_feat(model, image)), model)
 
     def __reduce__(self) -> tuple:
         return GraphedFeatures, (self._model,)
+
+    def _make_function(self) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda image: tuple(type(self._model).extract_feat(self._model, image))
 
     def __call__(self, batch_inputs: Tensor) -> tuple[Tensor, ...]:
         features = None
         with torch.cuda.device_of(batch_inputs):
             if _may_replay(self._model, batch_inputs):
-                features = self._graphs(batch_inputs, settings=_weight_address(self._model))
+                features = self._follow_weights()(batch_inputs)
             return type(self._model).extract_feat(self._model, batch_inputs) if features is None else features
 
 
 def _may_replay(model: nn.Module, image: Tensor) -> bool:
     """Whether a graph computes what the model itself would compute in this call."""
     return image.is_cuda and not model.training and not torch.is_grad_enabled() and kernels.runs_as_written()
-
-
-def _weight_address(model: nn.Module) -> int:
-    """Address of the first weight: a graph reads weights by address, so that a moved model needs new graphs."""
-    return next(model.parameters()).data_ptr()
 
 
 def use_graphs(model: nn.Module, masks: str) -> None:
