@@ -104,7 +104,9 @@ def follow_config(file: str, metadata: dict, detector: dict | None) -> Settings:
         own_score_thr, own_count = (own[last][key] for key in ('score_thr', 'max_per_img'))
         for part, values in wanted.items():
             differences += _differences(_path(part), {key: own[part][key] for key in values}, values)
-        if count != own_count and not (0 < count and (count < own_count or own_count <= 0)):
+        # Without a max_per_img mmdet does not predict, and -1 means no limit.
+        is_smaller = count is not None and 0 < count and (count < own_count or own_count <= 0)
+        if count != own_count and not is_smaller:
             differences.append(f'{_path(last)}max_per_img={own_count}, and this config {count}')
         threshold = cfgs[-1].get('mask_thr_binary', mask_threshold)
         if mask_threshold is not None and not 0 <= threshold:

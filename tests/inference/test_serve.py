@@ -560,6 +560,7 @@ def test_file_follows_thresholds_and_limits_of_the_config(files, served):
         (dict(test_cfg__rcnn__nms__type='soft_nms'), 'test_cfg.rcnn.nms=.*soft_nms'),
         (dict(test_cfg__rcnn__max_per_img=21), 'test_cfg.rcnn.max_per_img=20, and this config 21'),
         (dict(test_cfg__rcnn__max_per_img=-1), 'test_cfg.rcnn.max_per_img=20, and this config -1'),
+        (dict(test_cfg__rcnn__max_per_img=None), 'test_cfg.rcnn.max_per_img=20, and this config None'),
         (dict(test_cfg__rcnn__mask_thr_binary=-1), 'test_cfg.rcnn.mask_thr_binary=0.5, and this config -1'),
         (dict(test_cfg__rpn__nms_pre=50), 'test_cfg.rpn.nms_pre=60, and this config 50'),
         (dict(test_cfg__rpn__max_per_img=30), 'test_cfg.rpn.max_per_img=40, and this config 30'),
