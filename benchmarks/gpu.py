@@ -32,7 +32,7 @@ from benchmarks.training_cost import measure as measure_steps
 from slab_det.common.record import format_table
 from slab_det.families import Frame
 from slab_det.inference.gpu.box_kernels import FixedOperators
-from slab_det.inference.gpu.graph import GraphCache, StaticDetector, measure_frame
+from slab_det.inference.gpu.graph import GraphCache, make_family, measure_frame
 from slab_det.measure.latency import measure_latency
 from slab_det.measure.timer import time_call, time_in_turns
 
@@ -152,8 +152,7 @@ def replay(cache: GraphCache) -> None:
 @torch.no_grad()
 def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     """Captures each part of a deployed Mask R-CNN, and the whole; caches keep alive the tensors that graphs read."""
-    static, caches = StaticDetector(model, FixedOperators()), {}
-    family = static.family
+    family, caches = make_family(model, FixedOperators()), {}
     family.merge_weights()
     frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).to(DEVICE)
 
@@ -176,7 +175,7 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     corners, scores = run('RPN, proposals', propose, frame[0], *features)
     corners, scores, labels, _ = run('boxes', detect, corners, scores, frame[0], *features)
     run('masks', mask, corners, scores, labels, *features)
-    run('whole graph', static, image, frame)
+    run('whole graph', family.run, image, frame)
     return caches
 
 

@@ -160,6 +160,15 @@ class Family(ABC):
     def test_cfgs(self) -> tuple[dict, ...]:
         """The ``test_cfg`` of each part that has one; a graph is captured again when one of them changes."""
 
+    def run(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
+        """Computes from an image (1, 3, H, W), normalised and padded, what :meth:`predict` makes predictions from.
+
+        Args:
+            image: The image.
+            frame: The first three values of its :class:`Frame`, (3, 4).
+        """
+        return self.compute(self.detector.extract_feat(image), Frame(*frame, padded=tuple(image.shape[2:])))
+
     @abstractmethod
     def compute(self, features: Sequence[Tensor], frame: Frame) -> tuple[Tensor, ...]:
         """Computes tensors of fixed shapes from the feature maps of an image, without waiting for the GPU."""

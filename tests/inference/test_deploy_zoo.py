@@ -19,7 +19,7 @@ from slab_det.export import ExportError, build_graph
 from slab_det.families import MaskFormer, Unsupported
 from slab_det.families.deformable import deployed_deformable
 from slab_det.inference.gpu.box_kernels import FixedOperators
-from slab_det.inference.gpu.graph import StaticDetector
+from slab_det.inference.gpu.graph import make_family
 
 HALF = (torch.bfloat16, torch.float16)
 VIEW = r'does not run in .*view size.*; {}'
@@ -105,7 +105,7 @@ def table_row(name, model, deployed):
     static = copy.deepcopy(model)
     replace_layers(static, deployed_deformable)
     try:
-        family = StaticDetector(static, FixedOperators()).family
+        family = make_family(static, FixedOperators())
         graph = 'all but the fusion of masks' if isinstance(family, MaskFormer) else 'the whole detector'
     except Unsupported:
         graph = 'backbone and neck' if model.with_neck else 'backbone'

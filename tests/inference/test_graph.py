@@ -221,15 +221,15 @@ def test_moved_weights_with_other_values_reach_the_heads():
     assert unmatched(found, expected) <= 0.02 < unmatched(found, before)
 
 
-def test_threads_make_one_static_detector_of_the_weights(monkeypatch):
-    model, data, made, make = deployed(), noise((75, 102), ORI_SHAPE), [], graph.StaticDetector
+def test_threads_make_one_family_of_the_weights(monkeypatch):
+    model, data, made, make = deployed(), noise((75, 102), ORI_SHAPE), [], graph.make_family
 
     def slowly(*arguments, **options):
         made.append(arguments)
         time.sleep(0.05)
         return make(*arguments, **options)
 
-    monkeypatch.setattr(graph, 'StaticDetector', slowly)
+    monkeypatch.setattr(graph, 'make_family', slowly)
     with ThreadPoolExecutor(4) as pool:
         results = [*pool.map(lambda _: graphed(model, copy.deepcopy(data))[0], range(4))]
     assert len(made) == 1

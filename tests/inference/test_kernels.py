@@ -26,7 +26,7 @@ from slab_det.fusion.channels import resize_channels
 from slab_det.inference.gpu import box_kernels, deformable_kernels, ffn_kernels, kernels, mask_kernels
 from slab_det.inference.gpu.box_kernels import FixedOperators
 from slab_det.inference.gpu.ffn_kernels import TritonFFN, triton_ffn
-from slab_det.inference.gpu.graph import StaticDetector, measure_frame
+from slab_det.inference.gpu.graph import make_family, measure_frame
 from slab_det.inference.gpu.window_kernels import TritonWindowAttention, triton_windows
 
 pytestmark = [
@@ -356,11 +356,11 @@ def test_a_graph_of_queries_holds_no_tensor_of_the_host(kind, fake_gpu, monkeypa
                 values.update({name: nn.Parameter(x.to('cuda'), False) for name, x in fakes.items()})
     with fake_gpu:
         image, frame = torch.empty(1, 3, 64, 96, device='cuda'), torch.empty(3, 4, device='cuda')
-        detector = StaticDetector(model, FixedOperators())
+        family = make_family(model, FixedOperators())
         # Makes constants, as before a capture.
-        detector(image, frame)
+        family.run(image, frame)
         with OnDevice():
-            first, second, *_ = detector(image, frame)
+            first, second, *_ = family.run(image, frame)
         with OnDevice(), pytest.raises(AssertionError, match='tensor on the host'):
             torch.tensor(1, device='cuda')
     assert (second.shape[1:] == (16, 24) and first.shape[0] == 20) if kind in SEGMENTERS else second.shape[1:] == (4,)

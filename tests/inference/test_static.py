@@ -1,4 +1,4 @@
-"""StaticDetector, the function in a CUDA graph, finds what mmdet finds, bit for bit, or refuses with the reason."""
+"""Family.run, the function in a CUDA graph, finds what mmdet finds, bit for bit, or refuses with the reason."""
 
 import copy
 import os
@@ -12,7 +12,7 @@ from slab_det.backbones.adopt import replace_layers
 from slab_det.families import Unsupported
 from slab_det.families.deformable import deployed_deformable
 from slab_det.families.masks import enlarge_masks, paste_masks
-from slab_det.inference.gpu.graph import StaticDetector, measure_frame
+from slab_det.inference.gpu.graph import make_family, measure_frame
 
 SIZES = ((64, 96), (75, 102), (130, 66), (33, 47), (128, 224))
 # Number of detectors of each kind; SLAB_DET_FUZZ=25 makes 200.
@@ -21,7 +21,7 @@ NUM_MODELS = int(os.environ.get('SLAB_DET_FUZZ', 5))
 
 @pytest.mark.parametrize('kind', [*CONFIGS, *QUERIES])
 @torch.no_grad()
-def test_static_detector_finds_what_mmdet_finds(kind):
+def test_a_family_of_fixed_shapes_finds_what_mmdet_finds(kind):
     rng, num_exact = random.Random(0), 0
     for seed, size in enumerate((SIZES * NUM_MODELS)[:NUM_MODELS]):
         torch.manual_seed(seed)
@@ -30,7 +30,7 @@ def test_static_detector_finds_what_mmdet_finds(kind):
         frame = measure_frame(data['data_samples'][0].metainfo)
         static = copy.deepcopy(model)
         replace_layers(static, deployed_deformable)
-        (count, exact), *found = StaticDetector(static, EagerOperators())(data['inputs'], frame)
+        (count, exact), *found = make_family(static, EagerOperators()).run(data['inputs'], frame)
         if not exact:
             continue
         num_exact += 1
@@ -50,7 +50,7 @@ def test_static_detector_finds_what_mmdet_finds(kind):
 
 @pytest.mark.parametrize('kind', SEGMENTERS)
 @torch.no_grad()
-def test_static_detector_finds_the_masks_that_mmdet_finds(kind):
+def test_a_family_of_fixed_shapes_finds_the_masks_that_mmdet_finds(kind):
     rng, num_segments = random.Random(0), 0
     for seed, size in enumerate((SIZES * NUM_MODELS)[:NUM_MODELS]):
         torch.manual_seed(seed)
@@ -59,9 +59,9 @@ def test_static_detector_finds_the_masks_that_mmdet_finds(kind):
         (sample,) = copy.deepcopy(data['data_samples'])
         static = copy.deepcopy(model)
         replace_layers(static, deployed_deformable)
-        detector = StaticDetector(static, EagerOperators())
-        computed = detector(data['inputs'], measure_frame(sample.metainfo))
-        (found,) = model.add_pred_to_datasample([sample], [detector.family.predict(computed, sample.metainfo, None)])
+        family = make_family(static, EagerOperators())
+        computed = family.run(data['inputs'], measure_frame(sample.metainfo))
+        (found,) = model.add_pred_to_datasample([sample], [family.predict(computed, sample.metainfo, None)])
         (expected,) = model(**data, mode='predict')
         assert found.keys() == expected.keys(), seed
         for name, values in expected.pred_instances.items():
@@ -134,7 +134,7 @@ def other(*arguments, **options):
 def test_a_head_that_computes_something_else_is_refused(kind, change, reason):
     model = build(kind, random.Random(0))
     replace_layers(model, deployed_deformable)
-    StaticDetector(model, EagerOperators())
+    make_family(model, EagerOperators())
     change(model)
     with pytest.raises(Unsupported, match=reason):
-        StaticDetector(model, EagerOperators())
+        make_family(model, EagerOperators())

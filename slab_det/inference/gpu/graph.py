@@ -16,7 +16,7 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.common.tensors import tensors_in
-from slab_det.families import Frame, Unsupported, find_family, require
+from slab_det.families import Family, Unsupported, find_family, require
 from slab_det.families.constants import used_constants
 from slab_det.families.masks import paste_masks
 from slab_det.families.operators import BoxOperators
@@ -159,28 +159,15 @@ def _pool_bytes(pool: tuple[int, int] | None) -> int:
     return sum(x['total_size'] for x in torch.cuda.memory_snapshot() if tuple(x['segment_pool_id']) == pool)
 
 
-class StaticDetector:
-    """Runs a detector on tensors whose shapes do not depend on the number of objects.
-
-    :class:`~slab_det.families.Family` describes the arguments; ``operators`` return tensors of fixed shapes.
+def make_family(detector: nn.Module, operators: BoxOperators) -> Family:
+    """Makes the family that runs a detector by ``operators``, whose results have fixed shapes.
 
     Raises:
         Unsupported: If no family of heads computes what the detector does.
     """
-
-    def __init__(self, detector: nn.Module, operators: BoxOperators) -> None:
-        self.family = find_family(detector)(detector, operators)
-        self.family.check_fixed()
-
-    def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
-        """Computes from an image (1, 3, H, W) what :meth:`slab_det.families.Family.predict` makes predictions from.
-
-        Args:
-            image: Normalised and padded.
-            frame: Result of :func:`measure_frame`, (3, 4).
-        """
-        features = self.family.detector.extract_feat(image)
-        return self.family.compute(features, Frame(*frame, padded=tuple(image.shape[2:])))
+    family = find_family(detector)(detector, operators)
+    family.check_fixed()
+    return family
 
 
 def measure_frame(metainfo: dict) -> Tensor:
@@ -229,16 +216,16 @@ class GraphedPrediction(_Graphed):
     def __init__(self, model: nn.Module, masks: str) -> None:
         super().__init__(model)
         self._masks = masks
-        self._static: StaticDetector | None = None
+        self._family: Family | None = None
 
     def __reduce__(self) -> tuple:
         # A copied or loaded detector captures its own graphs.
         return GraphedPrediction, (self._model, self._masks)
 
-    def _make_function(self) -> StaticDetector:
-        self._static = StaticDetector(self._model, FixedOperators())
-        self._static.family.merge_weights()
-        return self._static
+    def _make_function(self) -> Callable[..., tuple[Tensor, ...]]:
+        self._family = make_family(self._model, FixedOperators())
+        self._family.merge_weights()
+        return self._family.run
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -257,7 +244,7 @@ class GraphedPrediction(_Graphed):
         """Returns the predictions of a graph, or None if ``predict`` of the class may find others."""
         graphs = self._follow_weights()
         # If the weights move in another thread, it may be the next one, whose settings and predictions are the same.
-        family = self._static.family
+        family = self._family
         computed = graphs(image, measure_frame(metainfo).pin_memory(), settings=repr(family.test_cfgs))
         paste = mask_kernels.triton_paste_masks if self._masks == 'full' else partial(paste_masks, mask_format='rle')
         return None if computed is None else family.predict(computed, metainfo, paste)
@@ -289,7 +276,7 @@ def use_graphs(model: nn.Module, masks: str) -> None:
     """Makes a deployed detector on a GPU predict in CUDA graphs, or only extract features if graphs lack its heads."""
     try:
         require('Triton, which this PyTorch lacks', kernels.triton is not None)
-        StaticDetector(model, FixedOperators())
+        make_family(model, FixedOperators())
         model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:
         MMLogger.get_current_instance().info(
