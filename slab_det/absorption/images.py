@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Iterable, Sized
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from slab_det.absorption.store import TensorStore
 from slab_det.attention.base import MapAttention, ShiftedWindowAttention
 from slab_det.common.batches import one_pass, prepare_inputs
 from slab_det.common.errors import ConversionError
+from slab_det.common.modules import changed_test_cfgs
 from slab_det.families import find_absorbed
 from slab_det.families.regions import Regions
 
@@ -106,21 +107,15 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path, heads: bool =
     return Images(store, count, stored, digest, regions, shares)
 
 
-@contextmanager
-def fewer_objects(model: nn.Module, share: float) -> Iterator[None]:
+def fewer_objects(model: nn.Module, share: float) -> AbstractContextManager[None]:
     """Within it a detector finds at most this share of the proposals and objects of an image: as many as fall on a crop
     that has this share of the pixels."""
-    parts = {part: getattr(part, 'test_cfg', None) or {} for part in model.modules()}
-    configs = {part: cfg for part, cfg in parts.items() if 'max_per_img' in cfg}
-    for part, cfg in configs.items():
+
+    def lower(cfg: dict) -> dict:
         # -1 means no limit.
-        most = cfg['max_per_img'] if cfg['max_per_img'] < 0 else math.ceil(share * cfg['max_per_img'])
-        part.test_cfg = type(cfg)({**cfg, 'max_per_img': most})
-    try:
-        yield
-    finally:
-        for part, cfg in configs.items():
-            part.test_cfg = cfg
+        return {'max_per_img': math.ceil(share * cfg['max_per_img'])} if cfg.get('max_per_img', -1) >= 0 else {}
+
+    return changed_test_cfgs(model, lower)
 
 
 def _sample_like(sample: DetDataSample) -> DetDataSample:

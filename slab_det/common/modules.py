@@ -52,6 +52,19 @@ def given_features(model: nn.Module, features: Sequence[Tensor]) -> Iterator[Non
         del model.extract_feat
 
 
+@contextmanager
+def changed_test_cfgs(model: nn.Module, change: Callable[[dict], dict]) -> Iterator[None]:
+    """Within it every ``test_cfg`` in ``model`` is a copy, with the values that ``change`` returns for it."""
+    originals = [(part, part.test_cfg) for part in model.modules() if isinstance(getattr(part, 'test_cfg', None), dict)]
+    try:
+        for part, cfg in originals:
+            part.test_cfg = type(cfg)({**cfg, **change(cfg)})
+        yield
+    finally:
+        for part, cfg in originals:
+            part.test_cfg = cfg
+
+
 def is_deployed(model: nn.Module) -> bool:
     """Whether :func:`slab_det.deploy` made this model, and marked it by the attribute ``deployed``."""
     return getattr(model, 'deployed', False)

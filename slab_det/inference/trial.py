@@ -12,7 +12,7 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.common.errors import DeploymentError, name_some
-from slab_det.common.modules import copy_module, extract_features, input_channels
+from slab_det.common.modules import changed_test_cfgs, copy_module, extract_features, input_channels
 from slab_det.common.tensors import HALF_PRECISIONS, tensors_in
 from slab_det.compare.difference import Comparison, accepted_difference, explain_rounding, rms_difference
 from slab_det.compare.kernels import REMEDY, find_wrong_layers
@@ -143,18 +143,9 @@ def _run(model: nn.Module, mode: str, seed: int = 0) -> list[Tensor]:
     image = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     metainfo = dict(img_shape=TRIAL_SIZE, ori_shape=TRIAL_SIZE, scale_factor=(1.0, 1.0), img_id=0, img_path='')
     data = model.data_preprocessor(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]), False)
-    cfgs = [getattr(module, 'test_cfg', None) for module in model.modules()]
-    cfgs = [cfg for cfg in cfgs if isinstance(cfg, dict)]
-    before = [dict(cfg) for cfg in cfgs]
-    try:
-        for cfg in cfgs:
-            # Some heads run only if an object is found; fewer proposals and objects save time.
-            cfg.update({name: value for name, value in FEW_OBJECTS.items() if name in cfg})
+    # Some heads run only if an object is found; fewer proposals and objects save time.
+    with changed_test_cfgs(model, lambda cfg: {name: value for name, value in FEW_OBJECTS.items() if name in cfg}):
         return tensors_in(model(**data, mode=mode))
-    finally:
-        for cfg, values in zip(cfgs, before, strict=True):
-            cfg.clear()
-            cfg.update(values)
 
 
 def _are_finite(outputs: Sequence[Tensor]) -> bool:
