@@ -23,7 +23,7 @@ from slab_det.families.deformable import deployed_deformable, sample_maps
 from slab_det.families.masks import paste_masks
 from slab_det.families.operators import EMPTY, map_levels
 from slab_det.fusion.channels import resize_channels
-from slab_det.inference.gpu import box_kernels, deformable_kernels, ffn_kernels, kernels, mask_kernels
+from slab_det.inference.gpu import box_kernels, deformable_kernels, kernels, mask_kernels
 from slab_det.inference.gpu.box_kernels import FixedOperators
 from slab_det.inference.gpu.ffn_kernels import TritonFFN, triton_ffn
 from slab_det.inference.gpu.graph import make_family, measure_frame
@@ -207,11 +207,9 @@ def test_add_upsampled(fine, coarse):
     [(LinearFFN, 16, 8, 'GELU'), (LinearFFN, 48, 128, 'ReLU'), (ConvFFN, 64, 72, 'GELU')],
 )
 @torch.no_grad()
-def test_ffn(kind, channels, hidden, activation, monkeypatch):
+def test_ffn(kind, channels, hidden, activation):
     ffn = triton_ffn(kind(channels, hidden, dict(type=activation)).eval()).to(DEVICE, torch.float16)
     assert isinstance(ffn, TritonFFN)
-    # The layers are found once, not at each call.
-    monkeypatch.delattr(ffn_kernels, 'known_ffn')
     x, identity = torch.randn(2, 2, 67, channels, device=DEVICE, dtype=torch.float16)
     expected = copy.deepcopy(ffn.ffn).float()(x.float(), (1, 67), identity.float())
     assert (ffn(x, (1, 67), identity).float() - expected).abs().max() <= 0.01

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -62,71 +60,55 @@ if triton is not None:
             tl.store(out + at, sum_b.to(out.dtype.element_ty), mask=known)
 
 
-class FFNLayers(NamedTuple):
-    """The layers of an FFN, ``fc2(act(fc1(x)))``.
-
-    Attributes:
-        fc1: First layer, linear or a 1x1 convolution.
-        activation: 'gelu' or 'relu'.
-        fc2: Second layer.
-    """
-
-    fc1: nn.Module
-    activation: str
-    fc2: nn.Module
-
-
-def known_ffn(ffn: nn.Module) -> FFNLayers | None:
-    """The layers of an FFN; None if it has other layers too, such as a convolution or a norm."""
-    if type(ffn) not in (LinearFFN, ConvFFN):
-        return None
-    unit = find_channels(ffn)['']
-    if unit.reason or len(unit.between) > 1:
-        return None
-    fc1, activation, fc2 = map(ffn.get_submodule, (*unit.writers, *unit.between, *unit.readers))
-    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
-        return None
-    return FFNLayers(fc1, ACTIVATIONS[type(activation)], fc2)
-
-
 class TritonFFN(nn.Module):
     """Runs an FFN as one kernel in half precision, and unchanged otherwise.
 
     Args:
         ffn: The FFN, whose parameters are shared. It runs unchanged where the kernel cannot.
+        fc1: Its first layer, linear or a 1x1 convolution.
+        activation: 'gelu' or 'relu'.
+        fc2: Its second layer.
 
     Shape:
         (B, L, C) -> (B, L, C).
     """
 
-    def __init__(self, ffn: LinearFFN) -> None:
+    def __init__(self, ffn: LinearFFN | ConvFFN, fc1: nn.Module, activation: str, fc2: nn.Module) -> None:
         super().__init__()
         self.ffn = ffn
-        # Found once: the search takes longer than the kernel. In a tuple, so that they are no modules of this one too.
-        self._layers = known_ffn(ffn)
+        # In a tuple, so that they are no modules of this one too.
+        self._layers = fc1, activation, fc2
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         if not kernels.can_run(x) or x.dtype not in (torch.float16, torch.bfloat16):
             return self.ffn(x, hw_shape, identity)
-        layers = self._layers
+        fc1, activation, fc2 = self._layers
         # A 1x1 convolution's weight has two more dimensions.
-        weights = layers.fc1.weight.flatten(1), layers.fc1.bias, layers.fc2.weight.flatten(1), layers.fc2.bias
+        weights = fc1.weight.flatten(1), fc1.bias, fc2.weight.flatten(1), fc2.bias
         x, identity, out = x.contiguous(), identity.contiguous(), torch.empty_like(identity)
         channels, (rows, hidden, warps, stages) = x.shape[-1], TILE
         count, first = x.numel() // channels, 1 << (channels.bit_length() - 1)
         _ffn_kernel[(triton.cdiv(count, rows),)](
             x, identity, *weights, out, count, len(weights[0]), C=channels, A=first, B=channels - first,
-            GELU=layers.activation == 'gelu', ROWS=rows, HIDDEN=hidden, num_warps=warps, num_stages=stages,
+            GELU=activation == 'gelu', ROWS=rows, HIDDEN=hidden, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return out
 
 
 def triton_ffn(layer: nn.Module) -> TritonFFN | None:
     """Returns the Triton form of an FFN whose channels fit into one program, or None for every other layer."""
-    layers = known_ffn(layer)
-    if layers is None or layers.fc1.bias is None or layers.fc2.bias is None:
+    if type(layer) not in (LinearFFN, ConvFFN):
         return None
-    channels = len(layers.fc2.weight)
+    unit = find_channels(layer)['']
+    # With other layers too, such as a convolution or a norm.
+    if unit.reason or len(unit.between) > 1:
+        return None
+    fc1, activation, fc2 = map(layer.get_submodule, (*unit.writers, *unit.between, *unit.readers))
+    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+        return None
+    if fc1.bias is None or fc2.bias is None:
+        return None
+    channels = len(fc2.weight)
     rest = channels - (1 << (channels.bit_length() - 1))
     fits = MIN_SIDE <= channels <= MAX_CHANNELS and (rest == 0 or (rest >= MIN_SIDE and rest & (rest - 1) == 0))
-    return TritonFFN(layer) if fits else None
+    return TritonFFN(layer, fc1, ACTIVATIONS[type(activation)], fc2) if fits else None
