@@ -1,8 +1,7 @@
 """Replaces layers of a model, in place.
 
 :func:`adopt` turns mmdet's Swin and PVT blocks into slab_det's, which hold the same layers under the same names;
-:func:`replace_layers` puts in what a function makes of each layer, as deploying and exporting do, with
-:func:`as_class` where only the forward differs.
+:func:`replace_layers` puts in what a function makes of each layer, as deploying and exporting do.
 """
 
 from __future__ import annotations
@@ -180,11 +179,3 @@ def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Modu
             replace_layers(child, replacement)
         else:
             setattr(module, name, new.train(child.training))
-
-
-def as_class(layer: nn.Module, kind: type[Module]) -> Module:
-    """Makes a ``kind`` that shares the parameters and parts of ``layer``; the two classes differ in their forward."""
-    new = kind.__new__(kind)
-    # With dicts of its own for parameters and parts: what is replaced in one of both stays in the other.
-    vars(new).update({name: value.copy() if isinstance(value, dict) else value for name, value in vars(layer).items()})
-    return new

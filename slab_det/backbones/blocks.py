@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
 from slab_det.backbones.arguments import check_whole
+from slab_det.common.modules import as_class
 from slab_det.norms import ChannelAffine
 from slab_det.norms.folds import CannotFold, Channels, Fold, Write
 
@@ -253,19 +254,7 @@ class PatchMerging(BaseModule):
 
 
 class DeployedPatchMerging(PatchMerging):
-    """Patch merging with weights in the order (row, column, C) of the tokens, so that no token is transposed.
-
-    Args:
-        merging: The patch merging to deploy; its weights are permuted in place.
-    """
-
-    def __init__(self, merging: PatchMerging) -> None:
-        BaseModule.__init__(self)
-        self.in_channels, self.stride = merging.in_channels, merging.stride
-        self.norm, self.reduction = merging.norm, merging.reduction
-        for parameter in (self.reduction.weight, *(self.norm.parameters() if self.norm else ())):
-            blocks = parameter.data.unflatten(-1, (self.in_channels, self.stride, self.stride))
-            parameter.data = blocks.movedim(-3, -1).flatten(-3)
+    """Patch merging with weights in the order (row, column, C) of the tokens, so that no token is transposed."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
         blocks, hw_shape = self.cut_blocks(x, hw_shape)
@@ -274,8 +263,14 @@ class DeployedPatchMerging(PatchMerging):
 
 
 def deployed_merging(layer: nn.Module) -> DeployedPatchMerging | None:
-    """The deployed form of a patch merging; None for every other layer, and for a merging with a norm of its own."""
-    if type(layer) is not PatchMerging:
+    """The deployed form of a patch merging, whose weights are permuted in place.
+
+    None for every other layer, and for a merging with a norm of its own.
+    """
+    known_norms = nn.LayerNorm, ChannelAffine, nn.Identity, type(None)
+    if type(layer) is not PatchMerging or type(layer.norm) not in known_norms:
         return None
-    known = type(layer.norm) in (nn.LayerNorm, ChannelAffine, nn.Identity, type(None))
-    return DeployedPatchMerging(layer) if known else None
+    for parameter in (layer.reduction.weight, *(layer.norm.parameters() if layer.norm else ())):
+        blocks = parameter.data.unflatten(-1, (layer.in_channels, layer.stride, layer.stride))
+        parameter.data = blocks.movedim(-3, -1).flatten(-3)
+    return as_class(layer, DeployedPatchMerging)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+Module = TypeVar('Module', bound=nn.Module)
 
 
 class _DetachedCopies(TorchFunctionMode):
@@ -24,6 +27,14 @@ def copy_module(module: nn.Module) -> nn.Module:
     """Returns a deep copy; tensors that a module such as CondInst keeps from its last step are detached."""
     with _DetachedCopies():
         return copy.deepcopy(module)
+
+
+def as_class(layer: nn.Module, kind: type[Module]) -> Module:
+    """Makes a ``kind`` that shares the parameters and parts of ``layer``; the two classes differ in their forward."""
+    new = kind.__new__(kind)
+    # With dicts of its own for parameters and parts: what is replaced in one of both stays in the other.
+    vars(new).update({name: value.copy() if isinstance(value, dict) else value for name, value in vars(layer).items()})
+    return new
 
 
 def set_mode(module: nn.Module, training: bool) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.attention.window_index import WindowIndex
-from slab_det.backbones.adopt import adopt, as_class, replace_layers, why_not_adopted
+from slab_det.backbones.adopt import adopt, replace_layers, why_not_adopted
 from slab_det.backbones.blocks import LinearFFN, PatchMerging, deployed_merging
 from slab_det.common.errors import ExportError
+from slab_det.common.modules import as_class
 from slab_det.norms.folds import LINEAR
 
 

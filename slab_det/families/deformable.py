@@ -12,7 +12,8 @@ from mmdet.models.layers import MSDeformAttnPixelDecoder
 from mmdet.models.task_modules.prior_generators import MlvlPointGenerator
 from torch import Tensor, nn
 
-from slab_det.backbones.adopt import as_class, replace_layers
+from slab_det.backbones.adopt import replace_layers
+from slab_det.common.modules import as_class
 from slab_det.families.constants import constant
 from slab_det.families.operators import numbers
 from slab_det.norms.base import at_least_float32

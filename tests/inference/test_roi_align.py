@@ -23,7 +23,7 @@ def rois():
 def test_values_equal_torchvision(rois):
     x = torch.randn(2, 5, 40, 61, dtype=torch.float64).to(memory_format=torch.channels_last)
     for part in (rois, rois[:1], rois[43:45], rois[:0]):
-        out = DeployedRoIAlign(RoIAlign((7, 5), 0.25))(x, part)
+        out = deployed_roi_align(RoIAlign((7, 5), 0.25))(x, part)
         expected = torchvision.ops.roi_align(x, part, (7, 5), 0.25, 0, True)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
@@ -31,7 +31,7 @@ def test_values_equal_torchvision(rois):
 @torch.no_grad()
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
 def test_maps_in_half_precision_are_pooled_in_float32(rois, dtype):
-    x, layer = torch.randn(2, 5, 400, 400).to(dtype), DeployedRoIAlign(RoIAlign(7, 1.0))
+    x, layer = torch.randn(2, 5, 400, 400).to(dtype), deployed_roi_align(RoIAlign(7, 1.0))
     rois = rois[:40].float() + 70
     rois[:, 0] = torch.arange(40) % 2
     found = layer(x, rois)
@@ -42,7 +42,7 @@ def test_maps_in_half_precision_are_pooled_in_float32(rois, dtype):
 
 @torch.no_grad()
 def test_nan_in_rois_or_maps_gives_nan(rois):
-    layer = DeployedRoIAlign(RoIAlign(7, 0.25))
+    layer = deployed_roi_align(RoIAlign(7, 0.25))
     rois[3, 1:] = torch.nan
     assert layer(torch.randn(2, 4, 40, 40, dtype=torch.float64), rois)[3].isnan().all()
     assert layer(torch.full((2, 4, 40, 40), torch.nan), rois[:1].float()).isnan().all()

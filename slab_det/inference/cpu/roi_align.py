@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mmcv.ops import RoIAlign
 from torch import Tensor, nn
 
+from slab_det.common.modules import as_class
 from slab_det.norms.base import at_least_float32
 
 
@@ -21,16 +22,9 @@ class DeployedRoIAlign(RoIAlign):
     The operators of mmcv and torchvision copy a channels-last map first, and run on one thread. Half precision is
     raised to float32: a coordinate in bfloat16 is wrong by several pixels.
 
-    Args:
-        layer: The layer to deploy, with ``pool_mode='avg'``, ``sampling_ratio=0`` and ``aligned=True``.
-
     Shape:
         (B, C, H, W) and RoIs (K, 5), index of the image and corners, -> (K, C, bins, bins)
     """
-
-    def __init__(self, layer: RoIAlign) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update(layer.__dict__)
 
     def forward(self, x: Tensor, rois: Tensor) -> Tensor:
         if x.device.type != 'cpu' or not len(rois):
@@ -96,4 +90,4 @@ def deployed_roi_align(layer: nn.Module) -> DeployedRoIAlign | None:
     """The deployed form of a RoIAlign with mmdet's usual options; None for every other layer."""
     # Exactly this class: a subclass may compute something else.
     is_known = type(layer) is RoIAlign and layer.pool_mode == 'avg' and layer.sampling_ratio == 0 and layer.aligned
-    return DeployedRoIAlign(layer) if is_known else None
+    return as_class(layer, DeployedRoIAlign) if is_known else None

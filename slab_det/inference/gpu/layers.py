@@ -10,7 +10,7 @@ from mmcv.cnn import ConvModule
 from mmdet.models.necks import FPN
 from torch import Tensor, nn
 
-from slab_det.backbones.adopt import as_class
+from slab_det.common.modules import as_class
 from slab_det.families.layers import FusedConv
 from slab_det.inference.gpu import kernels
 
