@@ -37,19 +37,21 @@ class LoadedFile:
         metadata: What :func:`slab_det.export.export_onnx` wrote into the file.
         run: Returns the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
-        with_threshold: Loads the file with another score threshold; raises ExportError if the file has none.
         arguments: The arguments of :func:`load_runtime` that load the same.
     """
 
     metadata: dict
     run: Run
-    with_threshold: Callable[[float], LoadedFile]
     arguments: tuple
 
     @property
     def precision(self) -> str:
         """The precision in which the file was written."""
         return file_precision(self.metadata)
+
+    def with_threshold(self, score_thr: float) -> LoadedFile:
+        """Loads the file with another score threshold; raises ExportError if the file has none."""
+        return load_runtime(*self.arguments[:-1], score_thr)
 
     def __reduce__(self) -> tuple:
         # A loaded file has threads and memory of its process.
@@ -85,32 +87,31 @@ def load_runtime(
     """
     _check_options(runtime, threads, precision)
     model, metadata = read_exported(path)
+    # Absolute: whoever unpickles the loaded file may be in another folder.
+    arguments = os.path.abspath(path), runtime, threads, precision, score_thr
     if metadata.get('int8_weight_bits') == 8 and cuts_off_int8_sums(runtime):
+        # The logger shows it once, also where ``with_threshold`` loads the file again by its absolute path.
         MMLogger.get_current_instance().warning(
-            f'{path}: {runtime} cuts off sums of int8 products on this CPU, as CPUs without VNNI instructions do, and '
-            'the file may find other objects here: export it again with --int8 --reduce-range, or use another runtime'
+            f'{arguments[0]}: {runtime} cuts off sums of int8 products on this CPU, as CPUs without VNNI instructions '
+            'do, and the file may find other objects here: export it again with --int8 --reduce-range, or use another '
+            'runtime'
         )
     # OpenVINO may call an output by the name of its operator.
     names = [output.name for output in model.graph.output]
     divisor = metadata['image']['size_divisor']
+    source = str(path) if score_thr is None else _set_threshold(path, score_thr)
+    run = find_loader(runtime)(source, threads, precision)
 
-    def load(score_thr: float | None) -> LoadedFile:
-        source = str(path) if score_thr is None else _set_threshold(path, score_thr)
-        run = find_loader(runtime)(source, threads, precision)
+    def run_named(image: np.ndarray) -> dict[str, np.ndarray]:
+        height, width = image.shape[2:]
+        if height % divisor or width % divisor:
+            raise ExportError(
+                f'{path} takes images whose sides are multiples of {divisor}, as its detector does, not {height}x'
+                f'{width}: set pad_size_divisor={divisor} in the data_preprocessor of its config, and export again'
+            )
+        return dict(zip(names, run(image), strict=True))
 
-        def run_named(image: np.ndarray) -> dict[str, np.ndarray]:
-            height, width = image.shape[2:]
-            if height % divisor or width % divisor:
-                raise ExportError(
-                    f'{path} takes images whose sides are multiples of {divisor}, as its detector does, not {height}x'
-                    f'{width}: set pad_size_divisor={divisor} in the data_preprocessor of its config, and export again'
-                )
-            return dict(zip(names, run(image), strict=True))
-
-        # Absolute: whoever unpickles it may be in another folder.
-        return LoadedFile(metadata, run_named, load, (os.path.abspath(path), runtime, threads, precision, score_thr))
-
-    return load(score_thr)
+    return LoadedFile(metadata, run_named, arguments)
 
 
 def _check_options(runtime: str, threads: int, precision: str) -> None:
