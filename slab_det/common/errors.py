@@ -55,7 +55,12 @@ def config_errors(config: str) -> Iterator[None]:
     except (SlabDetError, OSError):
         raise
     except Exception as error:
-        raise ConfigError(f'{config}: {type(error).__name__}: {describe_reason(error)}; correct the config') from error
+        raise ConfigError(f'{config}: {name_error(error)}; correct the config') from error
+
+
+def name_error(error: Exception) -> str:
+    """The type and the reason of an exception, in one line."""
+    return f'{type(error).__name__}: {describe_reason(error)}'
 
 
 def describe_reason(error: Exception) -> str:

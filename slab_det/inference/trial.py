@@ -11,7 +11,7 @@ from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.common.errors import DeploymentError, name_some
+from slab_det.common.errors import DeploymentError, name_error, name_some
 from slab_det.common.modules import changed_test_cfgs, copy_module, extract_features, input_channels
 from slab_det.common.tensors import HALF_PRECISIONS, tensors_in
 from slab_det.compare.difference import Comparison, accepted_difference, explain_rounding, rms_difference
@@ -87,15 +87,15 @@ def _run_both(
     except Exception as error:  # the model may need text, frames or larger images
         _warn(
             f'slab_det.deploy could not check {kind}: the original does not run on an image of '
-            f'{TRIAL_SIZE[0]}x{TRIAL_SIZE[1]} ({mode}: {_one_line(error)}); compare the results of both models on your '
-            'own images'
+            f'{TRIAL_SIZE[0]}x{TRIAL_SIZE[1]} ({mode}: {name_error(error)}); compare the results of both models on '
+            'your own images'
         )
         return None
     try:
         with find_wrong_layers(deployed) as wrong:
             found = _run(deployed, mode, seed)
     except Exception as error:
-        raise DeploymentError(f'{kind} does not run {form} ({_one_line(error)}); {remedy}') from error
+        raise DeploymentError(f'{kind} does not run {form} ({name_error(error)}); {remedy}') from error
     if wrong:
         raise DeploymentError(
             f'{kind}: PyTorch {torch.__version__} computes wrong values {form} on this CPU for {name_some(wrong)}; '
@@ -154,7 +154,3 @@ def _are_finite(outputs: Sequence[Tensor]) -> bool:
 
 def _warn(message: str) -> None:
     MMLogger.get_current_instance().warning(message)
-
-
-def _one_line(error: Exception) -> str:
-    return ' '.join(f'{type(error).__name__}: {error}'.split())

@@ -19,7 +19,7 @@ from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
 from slab_det.common.distributed import run_on_main
-from slab_det.common.errors import CheckpointError, describe_reason
+from slab_det.common.errors import CheckpointError, describe_reason, name_error
 
 SAFETENSORS, TIMM = '.safetensors', 'timm://'
 # torch's allow-list belongs to the process: two threads that leave it in another order would restore each other's.
@@ -115,8 +115,8 @@ def load_from_mmengine(filename: str) -> Any:
         raise
     except Exception as error:  # of mmengine, the client of the storage or the network
         raise CheckpointError(
-            f'{filename}: mmengine cannot load this address ({type(error).__name__}: {describe_reason(error)}); check '
-            'its name, or download the checkpoint and name the file'
+            f'{filename}: mmengine cannot load this address ({name_error(error)}); check its name, or '
+            'download the checkpoint and name the file'
         ) from error
 
 

@@ -15,6 +15,7 @@ from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
+from slab_det.common.errors import name_error
 from slab_det.common.tensors import tensors_in
 from slab_det.families import Family, Unsupported, find_family, require
 from slab_det.families.constants import used_constants
@@ -107,12 +108,11 @@ class GraphCache:
         try:
             return self._capture(inputs)
         except Exception as error:
-            reason = ' '.join(f'{type(error).__name__}: {error}'.split())
             shapes = ', '.join('x'.join(map(str, x.shape)) for x in inputs)
             again = f', until the next try after {RETRY_AFTER} of them' if tries < MAX_TRIES else ''
             MMLogger.get_current_instance().warning(
-                f'deployed detector: cannot capture a CUDA graph of inputs of {shapes} ({reason}); images of this size '
-                f'run without a graph, several times slower{again}'
+                f'deployed detector: cannot capture a CUDA graph of inputs of {shapes} ({name_error(error)}); images '
+                f'of this size run without a graph, several times slower{again}'
             )
             torch.cuda.synchronize()
             return _Failure(tries)
