@@ -13,6 +13,9 @@ from slab_det.precisions import written_precisions
 if TYPE_CHECKING:
     import numpy as np
 
+# Sizes of the compared images: multiples of 32 and others, small and large, portrait and landscape.
+SIZES = ((96, 160), (131, 203), (331, 97))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector, fused or not')
@@ -63,7 +66,6 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.common.numbers import check_size
     from slab_det.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
     from slab_det.export.onnx_file import OPSETS
-    from slab_det.export.parity import SIZES
     from slab_det.fusion import check_statistics
 
     if not args.out.endswith('.onnx'):

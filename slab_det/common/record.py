@@ -53,16 +53,16 @@ class Record:
         return '\n'.join(self.lines())
 
 
-def describe_commit(root: Path = ROOT) -> str:
-    """The commit of a checkout, with '-dirty' if files were changed since.
+def describe_commit() -> str:
+    """The commit of this checkout, with '-dirty' if files were changed since.
 
     Elsewhere, as on a measuring machine that has the files alone, the variable SLAB_DET_COMMIT.
     """
     command = ['git', '--no-optional-locks', 'describe', '--always', '--dirty', '--exclude', '*']
     # An installed package may lie in somebody else's checkout.
-    if (root / '.git').exists():
+    if (ROOT / '.git').exists():
         with suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     return os.environ.get('SLAB_DET_COMMIT', NOT_RECORDED)
 
 

@@ -28,8 +28,6 @@ from slab_det.export.loaded_file import LoadedFile, Run, crop_to_multiples
 from slab_det.export.onnx_file import build_graph
 from slab_det.families.half_precision import round_precision
 
-# Multiples of 32 and others, small and large, portrait and landscape.
-SIZES = ((96, 160), (131, 203), (331, 97))
 # On a conclusive image a smaller difference than this shows: a tenth of the largest value.
 LARGEST_BOUND = 0.1
 # Number of detections to compare on an image: where fewer pass the score threshold, a lower one is used.
@@ -148,7 +146,7 @@ def _above(score_thr: float, detections: Sequence[Tensor]) -> list[Tensor]:
     return [values[detections[1] > score_thr] for values in detections]
 
 
-def random_images(sizes: Sequence[tuple[int, int]] = SIZES, channels: int = 3) -> list[np.ndarray]:
+def random_images(sizes: Sequence[tuple[int, int]], channels: int = 3) -> list[np.ndarray]:
     """Seeded noise images (1, C, H, W), 0 to 255, one of each size."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, channels, *size) for size in sizes)

@@ -127,7 +127,7 @@ class Family(ABC):
 
     @classmethod
     def find_regions(
-        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float = 1.0
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float
     ) -> Regions:
         """Finds the regions of a batch (B, 3, H, W), in pixels of ``images``.
 

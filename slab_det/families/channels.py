@@ -29,11 +29,11 @@ from slab_det.norms.folds import Channels, find_rule, register_folds
 def tower_channels(head: nn.Module, tower: str, readers: Sequence[str] = ()) -> Iterator[Channels]:
     """The outputs of each convolution of a tower, which the next one reads, or at the end ``readers``."""
     convs = [*head.get_submodule(tower)]
-    if not all(isinstance(conv, ConvModule) and conv.order[0] == 'conv' for conv in convs):
+    if not convs or not all(isinstance(conv, ConvModule) and conv.order[0] == 'conv' for conv in convs):
         return
     names = [f'{tower}.{i}' for i in range(len(convs))]
     nexts = [(f'{name}.conv',) for name in names[1:]] + [tuple(readers)]
-    for conv, name, reader in zip(convs, names, nexts, strict=bool(convs)):
+    for conv, name, reader in zip(convs, names, nexts, strict=True):
         if reader:
             yield Channels(name, (f'{name}.conv',), reader, tuple(layers_between(conv, name)))
 

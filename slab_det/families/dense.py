@@ -69,7 +69,7 @@ class Dense(BoxFamily):
     @classmethod
     @torch.no_grad()
     def find_regions(
-        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float = 1.0
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float
     ) -> Regions:
         return Regions(weigh_positions(detector.bbox_head(detector.extract_feat(images))[0]))
 

@@ -100,7 +100,7 @@ class TwoStage(BoxFamily):
     @classmethod
     @torch.no_grad()
     def find_regions(
-        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float = 1.0
+        cls, detector: nn.Module, images: Tensor, samples: Sequence[DetDataSample], share: float
     ) -> Regions:
         maps, metas, roi_head = detector.extract_feat(images), [s.metainfo for s in samples], detector.roi_head
         weights = weigh_positions(detector.rpn_head(maps)[0])

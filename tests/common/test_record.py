@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import slab_det
+from slab_det.common import record
 from slab_det.common.record import (
     NOT_RECORDED,
     SCHEMA,
@@ -43,25 +44,30 @@ def test_a_measurement_says_where_and_by_which_code_it_was_made() -> None:
 
 
 @pytest.mark.skipif(shutil.which('git') is None, reason='no git')
-def test_commit_is_that_of_the_tree_and_says_whether_a_file_was_changed_since(tmp_path: Path) -> None:
+def test_commit_is_that_of_the_tree_and_says_whether_a_file_was_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, 'ROOT', tmp_path)
     (tmp_path / 'file').write_text('first')
     author = ('-c', 'user.name=a', '-c', 'user.email=a@b')
     for command in (('init', '-q'), ('add', 'file'), (*author, 'commit', '-q', '-m', 'first')):
         subprocess.run(('git', *command), cwd=tmp_path, check=True)
-    assert re.fullmatch('[0-9a-f]{7,}', describe_commit(tmp_path))
+    assert re.fullmatch('[0-9a-f]{7,}', describe_commit())
     (tmp_path / 'file').write_text('second')
-    assert re.fullmatch('[0-9a-f]{7,}-dirty', describe_commit(tmp_path))
+    assert re.fullmatch('[0-9a-f]{7,}-dirty', describe_commit())
     # An installed package lies in the checkout of whoever uses it.
     (tmp_path / 'site-packages').mkdir()
-    assert describe_commit(tmp_path / 'site-packages') == NOT_RECORDED
+    monkeypatch.setattr(record, 'ROOT', tmp_path / 'site-packages')
+    assert describe_commit() == NOT_RECORDED
 
 
 def test_commit_is_named_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring machines may have the files alone."""
+    monkeypatch.setattr(record, 'ROOT', tmp_path)
     monkeypatch.delenv('SLAB_DET_COMMIT', raising=False)
-    assert describe_commit(tmp_path) == NOT_RECORDED
+    assert describe_commit() == NOT_RECORDED
     monkeypatch.setenv('SLAB_DET_COMMIT', 'abc1234')
-    assert describe_commit(tmp_path) == 'abc1234'
+    assert describe_commit() == 'abc1234'
 
 
 def test_a_record_is_read_as_it_was_written_and_an_error_leaves_the_older_one(tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ class _Failure:
 
     tries: int = 0
     calls: int = 0
-    num_bytes: int = 0
 
 
 class GraphCache:
@@ -151,7 +150,8 @@ class GraphCache:
 
     def num_bytes(self) -> int:
         """Returns the bytes of GPU memory of all graphs, without the weights of the model."""
-        return _pool_bytes(self._pool) + sum(graph.num_bytes for graph in self._graphs.values())
+        graphs = [found for found in self._graphs.values() if isinstance(found, _Graph)]
+        return _pool_bytes(self._pool) + sum(graph.num_bytes for graph in graphs)
 
 
 def _pool_bytes(pool: tuple[int, int] | None) -> int:
