@@ -12,8 +12,9 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from slab_det import export
+from slab_det.cli import export_onnx as export_command
 from slab_det.data import SyntheticShapes, generate
-from slab_det.export import load_runtime, parity
+from slab_det.export import load_runtime
 from slab_det.export.loaded_file import METADATA_KEY
 from slab_det.measure.report_file import read_report
 
@@ -34,7 +35,7 @@ def run(small_run_cfg, tmp_path):
 
 def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monkeypatch):
     # Each size takes seconds.
-    monkeypatch.setattr(parity, 'SIZES', parity.SIZES[:1])
+    monkeypatch.setattr(export_command, 'SIZES', export_command.SIZES[:1])
     out, quantized = tmp_path / 'model.onnx', tmp_path / 'model_int8.onnx'
     outcome = call('export_onnx.py', *run, '--out', out, '--size', 96, 128, '--int8', '--num-images', 2)
     assert outcome.out.count('relative difference') == 2 and '96x128' in outcome.out
@@ -93,7 +94,7 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
 
 
 def test_a_detector_is_exported_and_evaluated_in_float16(run, call, tmp_path, monkeypatch):
-    monkeypatch.setattr(parity, 'SIZES', parity.SIZES[:1])
+    monkeypatch.setattr(export_command, 'SIZES', export_command.SIZES[:1])
     out, report = tmp_path / 'half.onnx', tmp_path / 'report.json'
     printed = call('export_onnx.py', *run, '--out', out, '--dtype', 'float16').out
     assert 'The file in ONNX Runtime, float16, against' in printed and printed.count('relative difference') == 1
@@ -104,7 +105,7 @@ def test_a_detector_is_exported_and_evaluated_in_float16(run, call, tmp_path, mo
 
 def test_folder_of_the_training_images_calibrates_int8_as_the_config_does(run, call, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(parity, 'SIZES', parity.SIZES[:1])
+    monkeypatch.setattr(export_command, 'SIZES', export_command.SIZES[:1])
     monkeypatch.setattr(export, 'quantize_onnx', lambda source, target, images, bits: given.append([*images]) or [])
     cfg = Config.fromfile(run[0])
     pictures = generate(**cfg.train_dataloader.dataset.generator) / 'images/train'
