@@ -46,7 +46,7 @@ class Row(NamedTuple):
         runtime: A key of :data:`RUNTIMES`.
         device: 'cpu' or 'cuda'.
         precision: Of most layers.
-        need: What it needs of the machine, besides packages; PyTorch on a CPU runs without, but slowly.
+        need: What the machine must have, besides packages. Without it PyTorch on a CPU still computes, but slowly.
         is_tried: Whether ``optimize`` measures it.
         is_option: Whether :func:`slab_det.export.load_runtime` takes it as ``precision``; 'float32' computes a file
             in the precision that it was written in.

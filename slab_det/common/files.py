@@ -36,9 +36,9 @@ def check_writable(*files: str | Path | None) -> None:
 def whole_file(file: str | Path) -> Iterator[Path]:
     """Yields a temporary path beside ``file`` to write to, and renames it to ``file`` after the block.
 
-    An error in the block leaves the previous ``file`` unchanged. Of several threads or processes that write at once the
-    last one wins. A killed program leaves the temporary file, whose name ends with ``.tmp``; the next write of ``file``
-    on the same machine removes it.
+    An error in the block leaves the previous ``file`` unchanged. If several threads or processes write at once, the
+    file is the last one's. A killed program leaves the temporary file, whose name ends with ``.tmp``; the next write of
+    ``file`` on the same machine removes it.
 
     Raises:
         OSError: With the name of the file that could not be written.

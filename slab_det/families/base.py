@@ -1,4 +1,4 @@
-"""What a CUDA graph and an ONNX file know of the heads of a detector: the interface of a family of heads."""
+"""The interface of a family of heads: what CUDA graphs, ONNX files and absorption know of the heads of a detector."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class BoxFamily(Family):
 
     @property
     def mask_threshold(self) -> float:
-        """Smallest probability of a pixel inside a mask; with a ``mask_stride``, the largest one outside."""
+        """A pixel is inside a mask from this probability on; with a ``mask_stride`` only above it."""
         return self.test_cfgs[-1]['mask_thr_binary']
 
 

@@ -70,8 +70,8 @@ class Channels(NamedTuple):
         heads: Number of attention heads, consecutive channels of equal number. An equal number stays in each head.
         tokens: In an attention, the tokens that queries come from and the tokens that keys come from, each as the
             name of a module and its side, 'input' or 'output'.
-        levels: Number of levels of a neck, if each has readers of its own: consecutive ``readers`` of equal number.
-            Otherwise all readers read all levels.
+        levels: 1 if all readers read all levels of the pyramid. Otherwise the number of levels; ``readers`` then lists
+            the readers of the first level, of the second, and so on, equally many each.
         maps: Whether the channels are those of a neck's maps: each map is linear in the output of its writer, and the
             readers are linear in the maps. RoI extractors may stand between.
     """
