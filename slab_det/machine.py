@@ -36,7 +36,10 @@ class Machine:
 
     @cached_property
     def multiplies_bfloat16(self) -> bool:
-        """Whether PyTorch multiplies bfloat16 on the CPU at the speed of float32 or faster: with AVX-512."""
+        """Whether PyTorch's own check finds bfloat16 on the CPU: with AVX-512.
+
+        Where ``lscpu`` lists avx512_bf16, bfloat16 was as fast as float32 or faster; other CPUs were not measured.
+        """
         import torch
 
         # An internal operator, which another PyTorch may lack; tests/test_private_torch.py runs it.
