@@ -56,7 +56,7 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
     Raises:
         DeploymentError: If ``dtype`` is not a half precision.
     """
-    for part in _find_parts(model, dtype):
+    for part in _prepare_parts(model, dtype):
         part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
 
@@ -65,7 +65,7 @@ def round_precision(model: nn.Module, dtype: torch.dtype) -> None:
 
     Weights, inputs and the result of every operator of the same parts are rounded to ``dtype``, in place.
     """
-    for part in _find_parts(model, dtype):
+    for part in _prepare_parts(model, dtype):
         round_weights(part, dtype)
         part.forward = partial(_forward_rounded, part.forward, dtype)
 
@@ -76,8 +76,12 @@ def _forward_rounded(forward: Callable, dtype: torch.dtype, *args: Any, **kwargs
         return forward(*args, **kwargs)
 
 
-def _find_parts(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
-    """The parts of a model that compute in ``dtype``, see :func:`lower_precision`; makes encoders return float32."""
+def _prepare_parts(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
+    """Returns the parts of a model that will compute in ``dtype``, see :func:`lower_precision`.
+
+    Where that is not every part, neck and encoders return float32 to those that read them, and a message names the
+    parts.
+    """
     if dtype not in HALF_PRECISIONS:
         raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, HALF_PRECISIONS))}, or None')
     if not hasattr(model, 'backbone'):
