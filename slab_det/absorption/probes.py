@@ -55,11 +55,11 @@ def is_in_backbone(model: nn.Module, name: str) -> bool:
     return name.startswith('backbone.') or not _has_backbone(model)
 
 
-def run_features(model: nn.Module, image: Tensor) -> object:
-    """Runs the backbone of a model on an image (B, 3, H, W), and its neck where ``extract_feat`` does."""
-    if hasattr(model, 'extract_feat'):
-        return model.extract_feat(image)
+def run_as_far_as(model: nn.Module, image: Tensor, names: Iterable[str]) -> object:
+    """Runs the backbone of a model on an image (B, 3, H, W), and the neck if one of these modules is there."""
     # A video detector has no extract_feat, so there is no known way to run its neck.
+    if hasattr(model, 'extract_feat') and not all(is_in_backbone(model, name) for name in names):
+        return model.extract_feat(image)
     return (model.backbone if _has_backbone(model) else model)(image)
 
 
@@ -69,12 +69,12 @@ def _has_backbone(model: nn.Module) -> bool:
 
 def trace(model: nn.Module, image: Tensor, probes: Iterable[Probe]) -> list[Probe]:
     """Runs the model on an image, and returns the probes at each of their calls, in the order of the calls."""
-    calls: list[Probe] = []
+    calls, probes = list[Probe](), [*dict.fromkeys(probes)]
     with ExitStack() as stack, torch.no_grad():
-        for probe in dict.fromkeys(probes):
+        for probe in probes:
             module = model.get_submodule(probe.module)
             stack.callback(register_probe(module, probe.side, lambda value, at=probe: calls.append(at)).remove)
-        run_features(model, image)
+        run_as_far_as(model, image, (probe.module for probe in probes))
     return calls
 
 

@@ -296,7 +296,7 @@ def test_half_of_the_weight_of_positions_goes_by_the_scores_of_the_teacher(build
     model, images = build(), torch.cat(pictures(2, (34, 70)))
     shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), (34, 70))
     samples = [DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0))) for _ in images]
-    regions = find_absorbed(model).find_regions(model, images, samples)
+    regions = find_absorbed(model).find_regions(model, images, samples, 1.0)
     head = 'rpn_head' if hasattr(model, 'rpn_head') else 'bbox_head'
     with torch.no_grad():
         logits = model.get_submodule(head)(model.extract_feat(images))[0]
@@ -310,9 +310,8 @@ def test_half_of_the_weight_of_positions_goes_by_the_scores_of_the_teacher(build
 def test_later_stages_of_a_cascade_are_fitted_at_the_regions_that_earlier_stages_refined():
     model, image = build_cascade(), IMAGES[0]
     metas = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), (34, 70))
-    regions = find_absorbed(model).find_regions(
-        model, image, [DetDataSample(metainfo=dict(metas, scale_factor=(1.0, 1.0)))]
-    )
+    samples = [DetDataSample(metainfo=dict(metas, scale_factor=(1.0, 1.0)))]
+    regions = find_absorbed(model).find_regions(model, image, samples, 1.0)
     assert len(regions.proposals) == 3
     maps = model.extract_feat(image)
     for stage, head in enumerate(model.roi_head.bbox_head[:2]):

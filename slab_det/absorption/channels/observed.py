@@ -19,7 +19,7 @@ from slab_det.absorption.probes import (
     is_in_backbone,
     is_shared,
     register_probe,
-    run_features,
+    run_as_far_as,
     trace,
 )
 from slab_det.absorption.tokens import input_tokens, output_tokens, sample_tokens
@@ -105,7 +105,7 @@ class Observer:
 
     def run(self, model: nn.Module, image: Tensor, batch: int) -> None:
         """Runs a copy of the teacher as far as its channels can go: heads at the regions that the teacher found."""
-        found = run_features(model, image)
+        found = model.extract_feat(image) if self.family else run_as_far_as(model, image, self.units)
         if self.family:
             self.family.run_heads(model, found, self.images.regions[batch])
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.probes import Probe, register_probe, run_features
+from slab_det.absorption.probes import Probe, register_probe, run_as_far_as
 from slab_det.absorption.store import TensorStore
 from slab_det.common.errors import ConversionError
 from slab_det.common.tensors import map_tensors, tensors_in
@@ -84,7 +84,7 @@ class Walk:
                 module = self.model.get_submodule(probe.module)
                 stack.callback(register_probe(module, probe.side, partial(see, probe=probe)).remove)
             with suppress(_Stop):
-                run_features(self.model, image)
+                run_as_far_as(self.model, image, (probe.module for probe in wanted))
         if missed := ', '.join(probe.module for probe in wanted if probe not in found):
             raise ConversionError(f'{missed}: the forward does not call it, though the rules of the model name it')
         if finish:
@@ -104,7 +104,7 @@ class Walk:
         return f'{self.name}{name}_{batch}'
 
 
-def find_reads(model: nn.Module, blocks: Iterable[str], image: Tensor) -> dict[str, set[str]]:
+def find_reads(model: nn.Module, blocks: Collection[str], image: Tensor) -> dict[str, set[str]]:
     """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from.
 
     Every block output is replaced by a leaf of autograd's graph. The input of a later block then has a gradient with
@@ -138,7 +138,7 @@ def find_reads(model: nn.Module, blocks: Iterable[str], image: Tensor) -> dict[s
             module = model.get_submodule(name)
             stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
             stack.callback(register_probe(module, 'output', partial(leave, name=name)).remove)
-        run_features(model, leaves[0][1].clone())
+        run_as_far_as(model, leaves[0][1].clone(), blocks)
     return reads
 
 
