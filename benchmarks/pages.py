@@ -44,6 +44,8 @@ ABSORBED = {
     'DSB2018, 4,000 iterations': 'absorb_dsb2018_4000',
     'photographs, Faster R-CNN, box AP': 'absorb_animals_1000',
 }
+# Teachers of the hard set, and the files of their students.
+HARD = {'teachers at 224 pixels': 'absorb_hard_700', 'teacher at 320 pixels': 'absorb_hard_320_900'}
 # What docs/latency.md shows of the full tables.
 SHOWN = (
     *('Swin-T, mmdet', 'Swin-T, LayerNorm', 'Swin-T, absorbed, none kept', 'Swin-T-PRepBN', 'SLAB-Swin-T'),
@@ -128,13 +130,14 @@ def norms_table() -> str:
     return format_table(('norm', 'BCCD, box AP', 'DSB2018, mask AP'), lines)
 
 
-def absorbed_rows() -> dict[str, list[dict]]:
-    return {column: load(name).rows for column, name in ABSORBED.items()}
+def rows_of(files: Mapping[str, str]) -> dict[str, list[dict]]:
+    """The rows of some files, under the titles that the files have."""
+    return {title: load(name).rows for title, name in files.items()}
 
 
 def absorbed_summary() -> str:
     """Mean AP of teachers and of detectors without norms, and their difference as in the full table."""
-    datasets, ways = absorbed_rows(), ('teacher', 'all gone')
+    datasets, ways = rows_of(ABSORBED), ('teacher', 'all gone')
     lines = absorption_table(datasets).splitlines()
     means = [' | '.join(spread(by_seed(rows, way).values()) for rows in datasets.values()) for way in ways]
     # Of the full table: titles, rule, teacher, fewest norms, norms kept, difference, all gone, difference.
@@ -287,13 +290,13 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (LATENCY, 'gpu'): Block(['gpu'], partial(gpu_table, 'detectors', is_shown)),
     (ABSORB, 'students'): Block(['absorb_hard_1600'], lambda: students_table(load('absorb_hard_1600').rows)),
     (ABSORB, 'channels'): Block(['ruler'], lambda: ruler.channels_table(load('ruler').rows)),
-    (ABSORB, 'tuned'): Block(['absorb_hard_700'], lambda: tuned_table(load('absorb_hard_700').rows)),
+    (ABSORB, 'tuned'): Block([*HARD.values()], lambda: tuned_table(rows_of(HARD))),
     (ABSORB, 'norms'): Block([*ABSORBED.values()], absorbed_summary),
     (NORMS, 'norms'): Block([f'norms_{name}-norms-2000' for name in ('bccd', 'dsb2018')], norms_table),
     (NORMS, 'training'): Block(['training_cost_cpu', 'gpu'], training_summary),
     **{(BENCHMARKS, f'norms {name}'): Block([f'norms_{name}'], partial(study, name)) for name in STUDIES},
     (BENCHMARKS, 'training'): Block(['training_cost_cpu'], training_table),
-    (BENCHMARKS, 'absorbed'): Block([*ABSORBED.values()], lambda: absorption_table(absorbed_rows())),
+    (BENCHMARKS, 'absorbed'): Block([*ABSORBED.values()], lambda: absorption_table(rows_of(ABSORBED))),
     (BENCHMARKS, 'ruler'): Block(['ruler'], lambda: ruler.summary_table(load('ruler').rows)),
     (BENCHMARKS, 'students'): Block(['ruler'], lambda: ruler.students_table(load('ruler').rows)),
     (BENCHMARKS, 'prices'): Block(['ruler'], lambda: ruler.prices_table(load('ruler').rows)),

@@ -1,5 +1,6 @@
 """The tables of absorbed detectors, from what benchmarks/absorb/run.py stored."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 
 from benchmarks.norms.table import by_seed, spread, t_interval
@@ -97,27 +98,35 @@ def students_table(rows: list[dict]) -> str:
     return format_table(['', *titles.values(), f'mask AP {MINUS}'], cells)
 
 
-def tuned_table(rows: list[dict]) -> str:
-    """AP of students, seed by seed, in closed form, after a fine-tune without labels, and by what needs labels."""
+def tuned_table(teachers: Mapping[str, Sequence[dict]]) -> str:
+    """AP of students, seed by seed, in closed form, after a fine-tune without labels, and by what needs labels.
+
+    Args:
+        teachers: The rows of each kind of teacher and of its students, by its title.
+    """
+    titles = [text.format(ap) for text in ('{}', 'after the fine-tune: {}') for ap in APS]
+    titles += ['with labels: mask AP', 'from scratch: mask AP']
+    lines = [line for title, rows in teachers.items() for line in _tuned_lines(title, rows)]
+    return format_table(['', 'multiply-adds left', *titles], lines)
+
+
+def _tuned_lines(title: str, rows: Sequence[dict]) -> Iterator[list[str]]:
     found: dict[str, list[dict]] = {}
     for row in sorted(rows, key=lambda row: row['seed']):
         found.setdefault(row['name'], []).append(row)
 
-    def cells(name: str) -> list[str]:
-        values = [[f'{100 * row[key]:.1f}' for row in found.get(name, ())] for key in ('AP', 'box_AP')]
-        return [', '.join(column) or '–' for column in values]
+    def cells(name: str, keys: Sequence[str] = ('AP', 'box_AP')) -> list[str]:
+        columns = [[f'{100 * row[key]:.1f}' for row in found.get(name, ())] for key in keys]
+        return [', '.join(column) or '–' for column in columns]
 
-    def with_labels(name: str, *ways: str) -> list[str]:
-        return [cells(f'{name}{way}')[0] for way in ways]
+    def line(label: str, shares: str, closed: str, tuned: str, with_labels: str, scratch: str) -> list[str]:
+        return [label, shares, *cells(closed), *cells(tuned), *cells(with_labels, ['AP']), *cells(scratch, ['AP'])]
 
-    lines = [['the teacher', '', *cells('teacher'), *4 * '–']]
+    yield line(title, '', 'teacher', '', '', '')
     for name, students in found.items():
         if 'share' in students[0]:
             shares = ', '.join(f'{row["share"]:.2f}' for row in students)
-            ways = with_labels(name, ', tuned', ', from scratch')
-            lines.append([f'`--{name}`', shares, *cells(name), *cells(f'{name}, tuned without labels'), *ways])
-    ways = [*with_labels('tuned', ''), '–']
-    lines.append(['`--channels 1 --norms remove`', '', *cells('all gone'), *cells('tuned without labels'), *ways])
-    titles = [text.format(ap) for text in ('{}', 'after the fine-tune: {}') for ap in APS]
-    titles += ['with labels: mask AP', 'from scratch: mask AP']
-    return format_table(['', 'multiply-adds left', *titles], lines)
+            ways = (f'{name}, {way}' for way in ('tuned without labels', 'tuned', 'from scratch'))
+            yield line(f'`--{name}`', shares, name, *ways)
+    if 'all gone' in found:
+        yield line('`--channels 1 --norms remove`', '', 'all gone', 'tuned without labels', 'tuned', '')
