@@ -170,8 +170,8 @@ def _describe_loss(entry: Mapping) -> str:
     if entry['ap_loss'] is not None:
         low, high = entry['ap_loss_range']
         return (
-            f'Its AP on the labelled images is {entry["ap_loss"]:.1f} points lower ({low:.1f} to {high:.1f} at two '
-            'standard errors of the choice of images).'
+            f'Its AP on the labelled images changes by {-entry["ap_loss"]:+.1f} points ({-high:+.1f} to {-low:+.1f} at '
+            'two standard errors of the choice of images).'
         )
     low, high = entry['loss_range']
     return f'Its expected loss of AP is {entry["expected_loss"]:.2f} points ({low:.2f} to {high:.2f}).'

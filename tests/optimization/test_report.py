@@ -70,7 +70,7 @@ def test_what_is_gained_and_lost_is_said() -> None:
     assert 'Removing channels would make it faster, and lose 0.9 AP. Nothing is gained here by absorbing' in verdict
     assert 'if the original has an AP of 50' in str(found)
     measured = report(BFLOAT16, entry(EAGER, 1.0, ap=0.4), entry(BFLOAT16, 0.3, 0.1, ap=0.397), ap=0.4)
-    assert 'Its AP on the labelled images is 0.3 points lower (-0.7 to 1.3 at two standard errors' in measured.verdict()
+    assert 'AP on the labelled images changes by -0.3 points (-1.3 to +0.7 at two standard errors' in measured.verdict()
     assert 'for the measured AP of 40' in str(measured) and '| 39.7 |' in measured.table()
 
 
