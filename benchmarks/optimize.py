@@ -4,6 +4,7 @@ python -m benchmarks.absorb.run bccd --iterations 600 --seeds 0 --ways --data-ro
 slab-det optimize CONFIG CHECKPOINT --images data/bccd/images/train --out work_dirs/bccd --minutes 4 --eval
 python -m benchmarks.optimize work_dirs/bccd
 python -m benchmarks.optimize FOLDER --detector 'Mask R-CNN, Swin-T' --out benchmarks/results/optimize_full.json
+python -m benchmarks.optimize FOLDER --detector 'Mask R-CNN, hard' --out benchmarks/results/optimize_hard_320.json
 """
 
 import argparse
@@ -33,23 +34,27 @@ def store(folder: Path, detector: str, out: Path) -> None:
         values = {name: entry[name] for name in COPIED} | {'threads': content['threads']}
         if entry['ap']:
             values['AP'] = entry['ap']['bbox']['AP']
+            values |= {f'{kind}_AP': found['AP'] for kind, found in entry['ap'].items() if kind != 'bbox'}
         values |= dict(dropped=bool(entry['dropped_for']), recommended=entry['key'] == content['recommended'])
         results.add(dict(name=entry['title']), values)
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Time and retained AP of every form, the fastest first; times are ratios times the median of eager."""
+    """Time and AP of every form, the fastest first; times are ratios times the median of eager."""
     (base,) = (row['median_ms'] for row in rows if row['name'] == 'eager')
+    titles = dict(AP='box AP', segm_AP='mask AP')
+    keys = {key: title for key, title in titles.items() if any(key in row for row in rows)}
     lines = [
         (
             f'**{row["name"]}**' if row['recommended'] else row['name'],
             f'{base * row["ratio"]:,.0f}',
             format_ratio(row['ratio'], row['quartiles']) if row['name'] != 'eager' else '1',
             f'{row["retained_ap"]:.1%}' if row['name'] != 'eager' else '–',
+            *(f'{100 * row[key]:.1f}' if key in row else '–' for key in keys),
         )
         for row in sorted(rows, key=lambda row: row['ratio'])
     ]
-    return format_table(('form', 'ms', 'of the time of eager', 'AP retained'), lines)
+    return format_table(('form', 'ms', 'of the time of eager', 'AP retained', *keys.values()), lines)
 
 
 def draw(results: Results, path: Path) -> None:

@@ -300,6 +300,7 @@ BLOCKS: dict[tuple[Path, str], Block] = {
     (BENCHMARKS, 'ruler'): Block(['ruler'], lambda: ruler.summary_table(load('ruler').rows)),
     (BENCHMARKS, 'students'): Block(['ruler'], lambda: ruler.students_table(load('ruler').rows)),
     (BENCHMARKS, 'prices'): Block(['ruler'], lambda: ruler.prices_table(load('ruler').rows)),
+    (BENCHMARKS, 'forms'): Block(['optimize_hard_320'], lambda: optimize.table(load('optimize_hard_320').rows)),
     (BENCHMARKS, 'channels'): Block(['absorb_bccd_600'], channels_ap_table),
     (BENCHMARKS, 'corruptions'): Block(['absorb_bccd_600'], corruptions_table),
     (BENCHMARKS, 'ablation'): Block(['absorb_ablation_bccd', 'absorb_ablation_dsb2018'], ablation_table),

@@ -140,9 +140,8 @@ def find_dropped(measured: Mapping[str, Measured]) -> dict[str, str]:
 def choose(measured: Mapping[str, Measured], max_loss: float) -> tuple[str, list[str]]:
     """Chooses a form.
 
-    Of the forms with a loss of at most ``max_loss``, the one with the smallest ratio is the fastest. Forms whose
-    quartiles overlap with the fastest form's are ties. Of the ties, the one with the fewest changes is chosen; of
-    several, the one with the smallest expected loss, then the fastest.
+    Of the forms with a loss of at most ``max_loss``, those than which no other one is faster are ties. Of the ties, the
+    one with the fewest changes is chosen; of several, the one with the smallest expected loss, then the fastest.
 
     Args:
         measured: The forms, with the original detector.
@@ -152,8 +151,7 @@ def choose(measured: Mapping[str, Measured], max_loss: float) -> tuple[str, list
         The key of the chosen form, and the keys of the ties, the chosen form among them.
     """
     admissible = [form for form in measured.values() if form.loss <= max_loss]
-    fastest = min(admissible, key=lambda form: form.ratio)
-    ties = [form for form in admissible if not is_faster(fastest, form)]
+    ties = [form for form in admissible if not any(is_faster(other, form) for other in admissible)]
     # Losses that differ by less than anybody can measure are the same.
     best = min(ties, key=lambda form: (form.changes, max(form.expected_loss, NEGLIGIBLE_LOSS), form.ratio))
     return best.key, [form.key for form in ties]

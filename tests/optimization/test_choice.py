@@ -54,6 +54,12 @@ FORM = form('eager', 1.0, 0)
         ([form('deployed', 0.315, 1), form('pruned', 0.3, 3)], 'deployed', ['deployed', 'pruned']),
         ([form('int8', 0.3, 2, 0.4), form('bfloat16', 0.315, 2, 0.01)], 'bfloat16', ['int8', 'bfloat16']),
         ([form('slow', 0.31, 2, 0.01), form('fast', 0.3, 2, 0.04)], 'fast', ['slow', 'fast']),
+        # The fastest one overlaps with both others, and one of these is faster than the other.
+        (
+            [form('fastest', 0.3, 3, spread=0.05), form('pruned', 0.31, 2), form('deployed', 0.34, 1)],
+            'pruned',
+            ['fastest', 'pruned'],
+        ),
         # Nothing is gained.
         ([form('deployed', 0.99, 1), form('int8', 0.985, 2)], 'eager', ['eager', 'deployed', 'int8']),
         ([form('deployed', 1.2, 1)], 'eager', ['eager']),
