@@ -26,10 +26,11 @@ COPIED = (
 
 
 def store(folder: Path, detector: str, out: Path) -> None:
-    """Adds the forms of a folder of optimize to a file of results."""
+    """Writes the forms of a folder of optimize to a file of results, in place of those of an earlier folder."""
     content = json.loads((folder / 'optimize.json').read_text())
     setting = dict(sizes=content['images']['sizes'], max_loss=content['max_loss'])
     results = Results(out, detector=detector, **setting)
+    out.unlink(missing_ok=True)
     for entry in content['forms']:
         values = {name: entry[name] for name in COPIED} | {'threads': content['threads']}
         if entry['ap']:
