@@ -15,7 +15,7 @@ from slab_det.compare.ruler import FEW_DETECTIONS
 from slab_det.inference.folder import OPTIMIZE_JSON, is_folder, read_folder
 from slab_det.inference.forms import BASE
 from slab_det.measure.report_file import AP_KINDS, format_ap
-from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS, Measured, is_faster
+from slab_det.optimization.choice import QUARTILE_ROUNDS, SURE_ROUNDS
 from slab_det.optimization.evidence import describe_evidence
 
 FEW_ROUNDS_NOTE = (
@@ -87,8 +87,7 @@ class OptimizationReport(Record):
             tried = [entry for entry in self.content['forms'] if entry['variant'] and part in entry['variant'][-1]]
             if not tried or any(part in name for name in best['variant']):
                 continue
-            chosen = Measured.from_dict(best)
-            faster = [entry['loss'] for entry in tried if is_faster(Measured.from_dict(entry), chosen)]
+            faster = [entry['loss'] for entry in tried if entry['faster']]
             if faster:
                 lines.append(f'{what[0].upper()}{what[1:]} would make it faster, and lose {min(faster):.1f} AP.')
                 continue

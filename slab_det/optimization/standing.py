@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from slab_det.compare.ruler import RetainedAP, retained_ap
 from slab_det.inference.forms import BASE, Form
-from slab_det.optimization.choice import SURE_ROUNDS, Measured, choose, find_dropped, summarize
+from slab_det.measure.timer import compare_times
+from slab_det.optimization.choice import (
+    COMMON_ROUNDS,
+    SURE_ROUNDS,
+    Measured,
+    choose,
+    find_dropped,
+    is_faster,
+    summarize,
+)
 from slab_det.optimization.evaluation import Evaluation
 from slab_det.optimization.records import TRUTH, Records
 
@@ -58,15 +67,27 @@ class Standing:
 
     def choose(self) -> tuple[str, list[str]]:
         """The key of the form to recommend, and those that are about as good; see :func:`choose`."""
-        return choose(self.measured(), self.max_loss)
+        return choose(self.measured(), self.max_loss, self.is_faster)
+
+    def is_faster(self, one: Measured, other: Measured) -> bool:
+        """Whether a form is faster than another one, in the rounds of both where there are enough.
+
+        What slows a round slows both. Forms that were measured at different times share few rounds; then both are
+        compared by their times over the original detector's, as :func:`slab_det.optimization.choice.is_faster` says.
+        """
+        times = self.records.times(one.key, other.key)
+        if len(times) < COMMON_ROUNDS:
+            return is_faster(one, other)
+        return compare_times(times, self.records.times(other.key, one.key)).quartiles[1] < 1
 
     def entries(self) -> list[dict]:
         """The entry of optimize.json for each form, the fastest first."""
-        dropped, ties, entries = self.dropped(), self.choose()[1], []
+        dropped, (chosen, ties), entries = self.dropped(), self.choose(), []
+        best = self.summarize(self.forms[chosen])
         for key, form in self.forms.items():
             measured = self.summarize(form)
             entry = dict(key=key, title=form.title) | self.records.infos[key] | measured.to_dict()
             entry |= dict(loss=measured.loss, ap=self.evaluation.found.get(key))
-            entry |= dict(dropped_for=dropped.get(key, ''), tie=key in ties)
+            entry |= dict(dropped_for=dropped.get(key, ''), tie=key in ties, faster=self.is_faster(measured, best))
             entries.append(entry)
         return sorted(entries, key=lambda entry: entry['ratio'])

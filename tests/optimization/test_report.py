@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from slab_det.inference.forms import Form
+from slab_det.optimization.choice import Measured, is_faster
 from slab_det.optimization.pictures import loss_figure
 from slab_det.optimization.report import OptimizationReport
 
@@ -48,6 +49,8 @@ def report(recommended: Form, *entries: dict, **content: object) -> Optimization
     images = dict(held_out=40, fitted=80, sizes='160x192')
     environment = dict(device='CPU', versions=dict(torch='2'))
     content = dict(failed={}, not_measured=[], max_loss=0.5, ap=0.5, threads=2) | content
+    best = next(Measured.from_dict(each) for each in entries if each['key'] == recommended.key)
+    entries = [dict(each, faster=is_faster(Measured.from_dict(each), best)) for each in entries]
     forms = sorted(entries, key=lambda each: each['ratio'])
     return OptimizationReport(
         Path('out'), content | dict(recommended=recommended.key, forms=forms, images=images, environment=environment)

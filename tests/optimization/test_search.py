@@ -105,7 +105,7 @@ def chosen(files: Path, optimized: Path) -> Callable[[str], Path]:
     def choose(key: str) -> Path:
         shutil.copytree(optimized, files / key)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(standing, 'choose', lambda measured, max_loss: (key, [key]))
+            patch.setattr(standing, 'choose', lambda *_: (key, [key]))
             patch.setattr(module, 'draw_pictures', lambda *_: None)
             patch.setattr(module._Search, '_try_variant', lambda self, engines, variant: None)
             return run(files, files / key).folder
@@ -273,7 +273,7 @@ def test_a_file_that_somebody_removed_is_not_made_after_the_deadline(
     shutil.copytree(chosen('onnxruntime'), folder)
     path = rounds(folder).with_name('original.onnx')
     path.unlink()
-    monkeypatch.setattr(standing, 'choose', lambda measured, max_loss: ('onnxruntime', ['onnxruntime']))
+    monkeypatch.setattr(standing, 'choose', lambda *_: ('onnxruntime', ['onnxruntime']))
     monkeypatch.setattr(turns.Variants, '_export', lambda self, *_: exported.append(self))
     message = rf'^{path} is missing: put it back, or remove {path.parent} to measure all forms anew$'
     with pytest.raises(SlabDetError, match=message):
