@@ -31,6 +31,7 @@ def store(folder: Path, detector: str, out: Path) -> None:
     setting = dict(sizes=content['images']['sizes'], max_loss=content['max_loss'])
     results = Results(out, detector=detector, **setting)
     out.unlink(missing_ok=True)
+    results.environments, results.rows = [], []
     for entry in content['forms']:
         values = {name: entry[name] for name in COPIED} | {'threads': content['threads']}
         if entry['ap']:

@@ -167,10 +167,11 @@ def _describe_ap(ap: float, base: Mapping) -> str:
 
 def _describe_loss(entry: Mapping) -> str:
     if entry['ap_loss'] is not None:
-        low, high = entry['ap_loss_range']
+        # A loss of 0 is no change of -0.0.
+        change, high, low = (0 - loss for loss in (entry['ap_loss'], *entry['ap_loss_range']))
         return (
-            f'Its AP on the labelled images changes by {-entry["ap_loss"]:+.1f} points ({-high:+.1f} to {-low:+.1f} at '
-            'two standard errors of the choice of images).'
+            f'Its AP on the labelled images changes by {change:+.1f} points ({low:+.1f} to {high:+.1f} at two standard '
+            'errors of the choice of images).'
         )
     low, high = entry['loss_range']
     return f'Its expected loss of AP is {entry["expected_loss"]:.2f} points ({low:.2f} to {high:.2f}).'

@@ -75,6 +75,8 @@ def test_what_is_gained_and_lost_is_said() -> None:
     measured = report(BFLOAT16, entry(EAGER, 1.0, ap=0.4), entry(BFLOAT16, 0.3, 0.1, ap=0.397), ap=0.4)
     assert 'AP on the labelled images changes by -0.3 points (-1.3 to +0.7 at two standard errors' in measured.verdict()
     assert 'for the measured AP of 40' in str(measured) and '| 39.7 |' in measured.table()
+    equal = report(BFLOAT16, entry(EAGER, 1.0, ap=0.4), entry(BFLOAT16, 0.3, 0.1, ap=0.4), ap=0.4)
+    assert 'changes by +0.0 points (-1.0 to +1.0' in equal.verdict()
 
 
 def test_a_gain_of_nothing_is_said() -> None:
