@@ -593,7 +593,7 @@ def test_the_commands(files: Path, optimized: Path, tmp_path: Path, call: Callab
     assert {key for key, entry in entries(Path('out')).items() if entry['ap']} == {'eager', key}
     assert entries(Path('out'))['eager']['ap']['bbox']['AP'] > 0.5
     low, high = best['ap_loss_range']
-    assert low <= best['ap_loss'] <= high and f'({-high:+.1f} to {-low:+.1f} at two standard errors' in printed
+    assert low <= best['ap_loss'] <= high and f'({0 - high:+.1f} to {0 - low:+.1f} at two standard errors' in printed
     tested = call('test.py', 'out', '--work-dir', 'tested').out
     assert f'| {100 * best["ap"]["bbox"]["AP"]:.1f} / ' in tested
     refused = call('test.py', 'out', '--deploy', code=1).err
