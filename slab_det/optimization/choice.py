@@ -141,7 +141,7 @@ def find_dropped(measured: Mapping[str, Measured]) -> dict[str, str]:
 
 
 def choose(
-    measured: Mapping[str, Measured], max_loss: float, is_faster: Callable[[Measured, Measured], bool] = is_faster
+    measured: Mapping[str, Measured], max_loss: float, is_faster: Callable[[Measured, Measured], bool]
 ) -> tuple[str, list[str]]:
     """Chooses a form.
 
@@ -151,7 +151,7 @@ def choose(
     Args:
         measured: The forms, with the original detector.
         max_loss: In points of AP.
-        is_faster: Compares the times of two forms.
+        is_faster: Whether the first form is faster than the second one.
 
     Returns:
         The key of the chosen form, and the keys of the ties, the chosen form among them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slab_det.optimization.choice import Measured, choose, find_dropped
+from slab_det.optimization.choice import Measured, choose, find_dropped, is_faster
 
 MAX_LOSS = 0.5
 
@@ -69,7 +69,7 @@ FORM = form('eager', 1.0, 0)
     ],
 )
 def test_the_chosen_form(forms, chosen, ties):
-    found = choose(measured(*forms), MAX_LOSS)
+    found = choose(measured(*forms), MAX_LOSS, is_faster)
     assert found[0] == chosen
     assert sorted(found[1]) == sorted(ties)
 
@@ -88,12 +88,12 @@ def test_the_chosen_form(forms, chosen, ties):
 )
 def test_a_form_with_few_rounds_is_called_faster_later(rounds, ratio, chosen):
     forms = measured(form('fast', ratio, 1, rounds=rounds))
-    assert choose(forms, MAX_LOSS) == (chosen, ['fast'] if chosen == 'fast' else ['eager', 'fast'])
+    assert choose(forms, MAX_LOSS, is_faster) == (chosen, ['fast'] if chosen == 'fast' else ['eager', 'fast'])
     assert ('slow' in find_dropped({**forms, 'slow': form('slow', 1.0, 1)})) == (rounds >= 5)
 
 
 def test_a_loss_of_zero_leaves_the_original_detector():
-    assert choose(measured(form('int8', 0.3, 2, 0.01)), 0.0)[0] == 'eager'
+    assert choose(measured(form('int8', 0.3, 2, 0.01)), 0.0, is_faster)[0] == 'eager'
 
 
 def test_a_form_that_is_slower_than_one_that_loses_no_more_is_dropped():
